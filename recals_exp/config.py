@@ -1,0 +1,347 @@
+"""From Hydra's composed configuration to a frozen :class:`RunConfig`, with messages that help.
+
+Only this module and ``__main__`` know Hydra. Why a schema *and* checks of our own: the schema refuses unknown keys and
+wrong types while Hydra composes, before any job starts; what a type cannot say (a fraction in (0, 1], the arguments a
+model takes) is refused when the job starts, and is then a row of the report.
+
+Rules followed here:
+
+1. :class:`Settings` is the schema and lists every key. It is not frozen, as Hydra merges into it; the run gets a
+   :class:`RunConfig`.
+2. ``conf/`` and ``experiments/`` are found beside this package's folder in a checkout, and inside it in a wheel.
+3. Folder names are made by resolvers: flat, short, unique, with tidy numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from recals_exp.runconfig import BUDGET_FORMS, MODES, Budget, ConfigError, PartSpec, PipelineSpec, RunConfig
+
+AVAILABLE_MODES = ("run",)  # of MODES: the others are reserved
+PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target
+NAMED = ("strategy", "policy", "pipeline")  # groups whose choice is a name with options
+MAX_FOLDER_NAME = 60  # characters of a job's folder
+_WHOLE = "a whole number of at least"
+
+
+def _allowed(text: str) -> dict[str, str]:
+    return {"allowed": text}
+
+
+_CHOICE = _allowed("the name of a choice; its keys follow a dot, as in model.depth=16")
+
+
+@dataclass
+class Settings:
+    """The schema (rule 1). The metadata say what is allowed, for the messages."""
+
+    model: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    dataset: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    optimizer: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    strategy: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    policy: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    pipeline: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    budget: Any = field(default=None, metadata=_allowed(BUDGET_FORMS))  # several types: Budget.parse checks it
+    batch_size: int = field(default=64, metadata=_allowed(f"{_WHOLE} 1"))
+    seed: int = field(default=0, metadata=_allowed(f"{_WHOLE} 0"))
+    device: str = field(default="auto", metadata=_allowed("auto, cpu, cuda, cuda:1, or another device of torch"))
+    threads: int | None = field(default=None, metadata=_allowed(f"{_WHOLE} 1, or null for torch's choice"))
+    autocast: str | None = field(default=None, metadata=_allowed("bfloat16, float16, or null for none"))
+    train_steps: int = field(default=10, metadata=_allowed(f"{_WHOLE} 0"))
+    warmup_steps: int = field(default=2, metadata=_allowed(f"{_WHOLE} 0"))
+    timing_pairs: int = field(default=7, metadata=_allowed(f"{_WHOLE} 1"))
+    mode: str = field(default="run", metadata=_allowed("one of " + ", ".join(AVAILABLE_MODES)))
+
+
+KEYS: Mapping[str, str] = {item.name: item.metadata["allowed"] for item in fields(Settings)}
+
+
+def conf_dir() -> Path:
+    """The folder of the configuration files (rule 2)."""
+    return _data_dir("conf")
+
+
+def experiments_dir() -> Path:
+    """The folder of the prepared experiments (rule 2)."""
+    return _data_dir("experiments")
+
+
+def _data_dir(name: str) -> Path:
+    package = Path(__file__).resolve().parent
+    for folder in (package / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"the folder {name!r} is neither in {package} (an installed wheel) nor beside it (a checkout): install the "
+        "package again"
+    )
+
+
+def register() -> None:
+    """Tell Hydra of the schema, the resolvers and the experiments. Calling it again changes nothing."""
+    ConfigStore.instance().store(name="settings", node=Settings)
+    OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    for path in sorted(experiments_dir().glob("*.yaml")):
+        register_experiment(path)
+
+
+def register_experiment(path: Path) -> str:
+    """Make a file selectable as ``experiment=NAME`` and return that name. Its keys are top-level keys."""
+    try:
+        node = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"experiment={path}: cannot read {path.resolve()} ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"experiment={path} is not valid YAML: {error}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
+    ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
+    return path.stem
+
+
+def prepare_arguments(arguments: Sequence[str]) -> list[str]:
+    """The command line as Hydra takes it; what a user may also write is put into that form.
+
+    - Options before overrides, as Hydra's parser does not find an override after an option that follows another one.
+    - ``experiment=FILE.yaml``: the file is registered and replaced by its name.
+    - ``model.KEY=VALUE`` for a key that is not in the YAML: allowed (``++``), since the target's signature, which knows
+      better, is checked afterwards. The same for the other parts.
+    """
+    options, overrides = [], []
+    for previous, argument in zip(("", *arguments), arguments, strict=False):
+        is_override = not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+        if not is_override or previous in _OPTIONS_WITH_VALUE:
+            options.append(argument)
+            continue
+        key, _, value = argument.partition("=")
+        if key.partition(".")[0] in PARTS and "." in key:
+            argument = f"++{argument}"
+        elif key.lstrip("+") == "experiment" and re.search(r"\.ya?ml(,|$)", value):
+            names = (
+                register_experiment(Path(item)) if item.endswith((".yaml", ".yml")) else item
+                for item in value.split(",")
+            )
+            argument = f"{key}={','.join(names)}"
+        overrides.append(argument)
+    return [*options, *overrides, *_name_folders_by(overrides)]
+
+
+def _name_folders_by(overrides: Sequence[str]) -> list[str]:
+    """The Hydra setting that keeps what does not vary over a sweep out of the names of its folders."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:  # Hydra will say so itself
+        return []
+    fixed = [item.key_or_group for item in parsed if not item.is_sweep_override()]
+    return [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"] if fixed else []
+
+
+_OPTIONS_WITH_VALUE = frozenset(
+    (
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+        "--package",
+        "-p",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+    )
+)
+
+
+def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig:
+    """The frozen run configuration; ``choices`` are the names chosen in the groups. Raises :class:`ConfigError`."""
+    try:
+        plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key or "").removeprefix("hydra.")
+        raise ConfigError(f"{key} has no value yet: give it one with {key}=VALUE") from error
+    except (InterpolationResolutionError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the configuration cannot be resolved: {_first_line(error)}") from error
+    assert isinstance(plain, dict)
+    values: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    unknown = [key for key in values if key not in KEYS]
+    if unknown:
+        raise ConfigError(unknown_key(unknown[0]))
+    mode = values["mode"]
+    if mode not in AVAILABLE_MODES:
+        fault = "reserved and not available yet" if mode in MODES else "not known"
+        raise ConfigError(f"mode={mode} is {fault}: use {', '.join(AVAILABLE_MODES)}")
+    parts = {group: _part(group, values.pop(group), choices) for group in PARTS}
+    named = {group: _named(group, values.pop(group)) for group in NAMED}
+    return RunConfig(
+        model=parts["model"],
+        dataset=parts["dataset"],
+        optimizer=parts["optimizer"],
+        strategy=named["strategy"][0],
+        strategy_kwargs=named["strategy"][1],
+        policy=named["policy"][0],
+        policy_kwargs=named["policy"][1],
+        pipeline=PipelineSpec(*named["pipeline"]),
+        budget=Budget.parse(values.pop("budget")),
+        **values,
+    )
+
+
+def _part(group: str, node: Mapping[str, Any], choices: Mapping[str, Any]) -> PartSpec:
+    kwargs = dict(node)
+    kwargs.pop("suggest", None)  # read by interpolation only
+    target = kwargs.pop("_target_", None)
+    if not isinstance(target, str):
+        raise ConfigError(
+            f"{group} has no _target_: choose {group}=NAME (see --help), or give an import path with "
+            f"{group}=custom {group}._target_=my_module.name"
+        )
+    choice = choices.get(group)
+    name = target.rpartition(".")[2] if choice in (None, "custom") else str(choice)
+    spec = PartSpec(name, target, kwargs)
+    takes = spec.parameters()  # imports the target
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    unknown = [key for key in kwargs if key not in takes]
+    if takes and unknown and not open_ended:
+        known = [key for key in takes if key != "params"]
+        raise ConfigError(
+            f"{group} {name} ({target}) does not take {', '.join(unknown)}{_did_you_mean(unknown[0], known)}; it takes "
+            f"{', '.join(known) or 'nothing'}. To use another target start from {group}=custom"
+        )
+    return spec
+
+
+def _named(group: str, node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    kwargs = dict(node)
+    name = kwargs.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{group}.name={name!r} is not allowed: use the name of a {group} (see --help)")
+    return name, kwargs
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def explain(error: BaseException) -> str:
+    """What is wrong with the command, and what is allowed, in a few lines and without a traceback."""
+    chain = list(_chain(error))
+    for item in chain:
+        if isinstance(item, ConfigError):
+            return str(item)
+    text = "\n".join(dict.fromkeys(line for item in chain for line in str(item).splitlines() if line.strip()))
+    text = text.partition("Config search path:")[0].rstrip()
+    if "Config group override must be" in text:
+        return f"{', '.join((*PARTS, *NAMED))} and experiment take the name of a choice, see --help ({text})"
+    unknown = re.search(r"Key '([^']+)' (?:is )?not in (?:struct|'Settings')", text)
+    where = re.search(r"full_key: (\S+)", text)
+    full_key = where.group(1) if where else ""
+    if unknown and "." not in full_key:
+        return unknown_key(unknown.group(1))
+    if unknown and full_key.partition(".")[0] in NAMED:
+        return f"{full_key.partition('.')[0]} has no option {unknown.group(1)!r}: --cfg job shows those it has"
+    if full_key in KEYS:
+        given = re.search(rf"\b{full_key}=(\S+)", text)
+        reason = next((item for item in chain if isinstance(item, OmegaConfBaseException)), error)
+        shown = f"{full_key}={given.group(1)}" if given else full_key
+        return f"{shown} is not allowed: {full_key} is {KEYS[full_key]} ({_first_line(reason)})"
+    return text
+
+
+def unknown_key(key: str) -> str:
+    """The message for a key that does not exist."""
+    return f"there is no key {key!r}{_did_you_mean(key, list(KEYS))}; the keys are {', '.join(KEYS)} and experiment"
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class TerminalFormatter(logging.Formatter):
+    """Messages without tracebacks: those are in the job's log file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        bare = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None, "stack_info": None})
+        return super().format(bare)
+
+
+# -- folders (rule 3) --------------------------------------------------------------------------------------------------
+
+
+def new_folder(parent: str) -> str:
+    """Make ``parent/DATE_TIME``, with ``-2``, ``-3``, ... after it if it exists; making it is what reserves it."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        folder = Path(parent) / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return str(folder)
+    raise ConfigError(f"{parent} already holds 999 folders of {stamp}")
+
+
+def job_folder(number: int, overrides: Sequence[str], exclude: Sequence[str] = ()) -> str:
+    """For example ``0_budget=0.25``: the job's number and what varies, flat, and short by a hash if need be."""
+    pairs = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key in exclude or key.startswith("hydra."):
+            continue
+        value = re.sub(r"\d+\.\d{6,}", lambda match: f"{float(match.group()):.6g}", value)
+        pairs.append(re.sub(r"[^\w.=+-]+", "-", f"{key.removesuffix('._target_')}={value}").strip("-"))
+    name = f"{number}_{','.join(pairs)}" if pairs else str(number)
+    if len(name) > MAX_FOLDER_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: MAX_FOLDER_NAME - 9]}-{digest}"
+    return name
+
+
+class RememberFolder(Callback):
+    """Tells this process where Hydra put the run or the sweep, so that its records are found whatever became of the jobs.
+
+    Hydra makes the callback from the configuration, so there is no other place than the class to leave the answer.
+    """
+
+    run: Path | None = None
+    sweep: Path | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        type(self).run = Path(config.hydra.run.dir)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        type(self).sweep = Path(config.hydra.sweep.dir)
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.run = cls.sweep = None

@@ -1,0 +1,40 @@
+"""recals: a byte limit on what autograd caches, on any eager PyTorch callable, with the gradients of the plain call."""
+
+from .analysis import Analysis, LayerBytes, format_analysis
+from .audit import AuditReport, Finding, format_audit
+from .cache import Stats
+from .errors import (
+    CacheLimitError,
+    RecalsError,
+    RecalsWarning,
+    ReplayError,
+    SizeError,
+    SourceChangedError,
+    UnsupportedError,
+)
+from .policies import POLICIES, Policy
+from .recals import Recals, recals_with_rngs
+from .sizes import format_bytes, parse_bytes
+
+__all__ = [
+    "POLICIES",
+    "Analysis",
+    "AuditReport",
+    "CacheLimitError",
+    "Finding",
+    "LayerBytes",
+    "Policy",
+    "Recals",
+    "RecalsError",
+    "RecalsWarning",
+    "ReplayError",
+    "SizeError",
+    "SourceChangedError",
+    "Stats",
+    "UnsupportedError",
+    "format_analysis",
+    "format_audit",
+    "format_bytes",
+    "parse_bytes",
+    "recals_with_rngs",
+]

@@ -1,0 +1,121 @@
+"""What autograd holds in place of a saved tensor.
+
+A handle holds a detached *alias* of the saved tensor, which shares its version counter (rule 9). While the cache holds the
+bytes, the alias is what autograd gets back. When they are dropped, the alias is *stripped*: its geometry is written
+down and its data swapped for nothing, which leaves the version counter. An in-place change since packing raises what
+plain PyTorch raises; else the tensor is put together again over the slot's bytes, sharing the counter once more, so that
+a change made *during* backward is seen too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .ambient import PLAIN_KEYS
+from .tape import Ref, Slot
+
+if TYPE_CHECKING:
+    from .cache import Cache
+    from .recorder import Session
+
+_EMPTY: dict[torch.device, Tensor] = {}
+
+
+def _empty_on(device: torch.device) -> Tensor:
+    empty = _EMPTY.get(device)
+    if empty is None:
+        empty = _EMPTY[device] = torch.empty(0, device=device)
+    return empty
+
+
+def modified(kind: str, size: Any, found: int, expected: int) -> RuntimeError:
+    """The error of plain PyTorch for a saved tensor that was modified."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(size)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+class LeafHandle:
+    """A saved leaf: nothing to count, nothing to drop; only the in-place guard to keep."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+
+    def unpack(self) -> Tensor:
+        tensor = self.tensor
+        if not tensor.is_inference() and tensor._version != self.version:
+            raise modified(tensor.type(), tensor.shape, tensor._version, self.version)
+        return tensor
+
+
+class Handle:
+    """A saved value. Its death (with autograd's graph) is what frees the bytes (rule 10)."""
+
+    __slots__ = ("__weakref__", "alias", "cache", "geometry", "session", "slot", "version")
+
+    def __init__(self, alias: Tensor, slot: Slot, cache: Cache, session: Session) -> None:
+        self.alias = alias
+        self.version: int = alias._version
+        self.geometry: Ref | None = None
+        self.session = session
+        self.cache = cache
+        self.slot = slot
+        slot.handles.append(weakref.ref(self))
+
+    def strip(self) -> None:
+        """Let go of the bytes; keep how to read them, and the version counter."""
+        if self.geometry is None:
+            alias = self.alias
+            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
+                self.geometry = Ref(None, alias)
+                if self.geometry.is_conj or self.geometry.is_neg:
+                    alias = self.alias = _without_bits(alias)
+                alias.data = _empty_on(alias.device)
+
+    def unpack(self) -> Tensor:
+        alias, geometry = self.alias, self.geometry
+        if alias._version != self.version:
+            kind, size = (alias.type(), alias.shape) if geometry is None else (str(geometry.dtype), geometry.size)
+            raise modified(kind, size, alias._version, self.version)
+        storage = self.cache.fetch(self.slot.latest)
+        if geometry is None:
+            return alias
+        with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
+            tensor = alias.detach()
+            whole = torch.empty(0, dtype=geometry.dtype, device=storage.device)
+            whole.set_(storage, geometry.offset, geometry.size, geometry.stride)
+            tensor.data = whole
+            if geometry.is_conj:
+                tensor = torch._conj(tensor)
+            if geometry.is_neg:
+                tensor = torch._neg_view(tensor)
+        return tensor
+
+    def __del__(self) -> None:
+        slot = getattr(self, "slot", None)
+        if slot is not None:
+            value = slot.latest
+            self.cache.release(value)
+            if value.handles == 0:
+                value.guard = None  # an alias too: it must not outlive the handles
+
+
+def _without_bits(tensor: Tensor) -> Tensor:
+    """An alias with the same version counter and no lazy conjugation or negation."""
+    if tensor.is_conj():
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def unpack(handle: Handle | LeafHandle) -> Tensor:
+    return handle.unpack()

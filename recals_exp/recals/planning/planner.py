@@ -1,0 +1,241 @@
+"""The planner: many candidates, each made exact and improved, the cheapest that keeps the limit.
+
+No single method wins everywhere: the bound's own solution is hard to beat where much is kept, one level of stages in
+between, several levels where little is kept, and what is cheap to rebuild should often be left out of all of them. So:
+
+1. candidates: nothing kept, FIFO, the bound's solution at and below the limit, single-level programs at several cuts,
+   multi-level recursions at several prices of laziness and several shares of the limit, a plan for a smaller limit, and any
+   plan the caller brings (DTR, simulated);
+2. each becomes an exact schedule (`unroll`); the better half goes on, twice, with more local search each time (`improve`);
+3. the best one is shaken until the work is used up;
+4. the judge (`checker`) interprets the result; it must agree on the cost to rounding.
+
+Work is counted in ops visited, so that a plan depends on the record, the limit and the effort alone. A list of limits is planned
+from the smallest to the largest, each starting from the plan before: the curve never rises with the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..record import TapeRecord
+from .bound import Bound, BoundModel
+from .checker import Verdict, check
+from .fifo import fifo_wishes
+from .improve import Improver
+from .multi_level import MultiLevel
+from .plan import Plan, PlanError
+from .problem import FORWARD, Problem
+from .segments import build_segments, choose_cuts
+from .single_level import single_level_wishes
+from .unroll import Schedule, Until, Wishes, tighten, to_plan
+
+WORK = 3_000_000
+"""Ops and fetches visited for one plan at effort 1: five to ten seconds of one core."""
+
+_BOUND_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the limit: the rest is left for rebuilding
+_STAGES = (4, 8, 16)
+_LAZINESS = (0.0, 0.1, 0.5, 0.7)  # price per byte, in units of (forward cost / cache bytes)
+_LEVEL_SHARES = (1.0, 0.9, 0.8, 0.7)  # of the capacity
+_SEGMENTS, _LEVELS = 64, 200
+_BIG_PROGRAM_OPS = 4000  # above: the bound's relaxation, no single-level programs
+_FIRST_ROUND, _SECOND_ROUND = 0.35, 0.25  # shares of the work
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One candidate plan, as it came and after local search."""
+
+    origin: str
+    overhead_pct: float  # made exact
+    improved_pct: float | None  # None: it was dropped before local search
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, judged, with its distance to the bound."""
+
+    plan: Plan
+    verdict: Verdict
+    bound: Bound
+    candidates: tuple[Candidate, ...]
+    planning_s: float
+
+    @property
+    def above_bound_pct(self) -> float:
+        """Percent of a step that the plan costs more than the bound."""
+        return self.verdict.overhead_pct - self.bound.overhead_pct
+
+
+@dataclass(slots=True)
+class _Entry:
+    origin: str
+    schedule: Schedule
+    first_cost: float
+    improved: bool = False
+
+
+def make_plan(
+    record: TapeRecord, limit_bytes: int, *, effort: float = 1.0, others: Iterable[Plan] = (), seed: int = 0
+) -> Planned:
+    """The best plan found within ``limit_bytes``.
+
+    Args:
+        record: one profiled step.
+        limit_bytes: the held set never exceeds this.
+        effort: scales the work (1: `WORK`).
+        others: plans to beat, e.g. DTR's; they must keep the limit.
+        seed: of the local search.
+    """
+    return make_plans(record, [limit_bytes], effort=effort, others={limit_bytes: tuple(others)}, seed=seed)[0]
+
+
+def make_plans(
+    record: TapeRecord,
+    limits_bytes: Sequence[int],
+    *,
+    effort: float = 1.0,
+    others: dict[int, tuple[Plan, ...]] | None = None,
+    seed: int = 0,
+    progress: Callable[[Planned], None] | None = None,
+) -> tuple[Planned, ...]:
+    """A plan for each limit, in the order given; a larger limit never costs more (see `make_plan`)."""
+    model = BoundModel(record)
+    done: dict[int, Planned] = {}
+    previous: Plan | None = None
+    for limit_bytes in sorted(set(limits_bytes)):
+        rivals = list((others or {}).get(limit_bytes, ()))
+        if previous is not None:
+            rivals.append(replace(previous, limit_bytes=limit_bytes))
+        done[limit_bytes] = planned = _plan_one(record, limit_bytes, model, rivals, effort, seed)
+        previous = planned.plan
+        if progress is not None:
+            progress(planned)
+    return tuple(done[limit_bytes] for limit_bytes in limits_bytes)
+
+
+def _plan_one(
+    record: TapeRecord, limit_bytes: int, model: BoundModel, rivals: list[Plan], effort: float, seed: int
+) -> Planned:
+    start = time.perf_counter()
+    problem = Problem(record, limit_bytes)
+    small_enough = len(problem.relevant_ops) <= _BIG_PROGRAM_OPS
+    bound = model.solve(limit_bytes, integral=small_enough)
+    entries = [
+        _Entry(origin, schedule, schedule.cost)
+        for origin, wishes, until in _starts(problem, model, bound, rivals, small_enough)
+        for schedule in [tighten(problem, wishes, until)]
+    ]
+    work = round(WORK * effort)
+    entries = _round(problem, entries, round(work * _FIRST_ROUND))
+    field = _round(problem, entries[: max(1, len(entries) // 4)], round(work * _SECOND_ROUND))
+    best = field[0]
+    if best.schedule.cost > 0:
+        shaker = Improver(problem, round(work * (1 - _FIRST_ROUND - _SECOND_ROUND)))
+        best.schedule = shaker.shake(best.schedule, seed)
+    plan = to_plan(problem, best.schedule, f"planned ({best.origin})")
+    verdict = check(record, plan)
+    assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
+    for rival in rivals:  # followed to the letter, not as a start
+        rival_verdict = check(record, rival, limit_bytes)
+        if rival_verdict.rerun_cost < verdict.rerun_cost:
+            plan, verdict = rival, rival_verdict
+    plan = replace(
+        plan, limit_bytes=limit_bytes, overhead_pct=verdict.overhead_pct, bound_pct=min(bound.overhead_pct, verdict.overhead_pct)
+    )
+    candidates = tuple(
+        Candidate(
+            entry.origin,
+            record.overhead_pct(entry.first_cost),
+            record.overhead_pct(entry.schedule.cost) if entry.improved else None,
+        )
+        for entry in entries
+    )
+    return Planned(plan, verdict, bound, candidates, time.perf_counter() - start)
+
+
+def _round(problem: Problem, entries: list[_Entry], work: int) -> list[_Entry]:
+    """Local search on each, with equal work; cheapest first. What one leaves of its work goes to the next."""
+    entries = sorted(entries, key=lambda entry: (entry.schedule.cost, entry.origin))
+    seen: set[int] = set()
+    left = work
+    for index, entry in enumerate(entries):
+        cost_key = hash((entry.schedule.cost, entry.schedule.keep, len(entry.schedule.misses)))
+        if cost_key in seen:
+            continue
+        seen.add(cost_key)
+        improver = Improver(problem, left // (len(entries) - index))
+        given = improver.work_left
+        entry.schedule = improver.polish(entry.schedule)
+        entry.improved = True
+        left -= given - max(improver.work_left, 0)
+    return sorted(entries, key=lambda entry: (entry.schedule.cost, entry.origin))
+
+
+def _starts(
+    problem: Problem, model: BoundModel, bound: Bound, rivals: list[Plan], small_enough: bool
+) -> Iterator[tuple[str, Wishes, Until | None]]:
+    yield "lazy", {}, None
+    yield "fifo", fifo_wishes(problem), None
+    for rival in rivals:
+        yield rival.origin, *_wishes_of(problem, rival)
+    for share in _BOUND_SHARES:
+        solution = bound if share == 1.0 else model.solve(round(share * problem.limit_bytes), integral=False)
+        yield f"bound at {share:.0%}", {FORWARD: set(solution.keep)}, None
+    if small_enough:
+        for stages in _STAGES:
+            wishes = single_level_wishes(problem, stages)
+            if wishes is not None:
+                yield f"single-level, {stages} stages", wishes, None
+    average = problem.record.forward_cost / max(problem.record.cache_total_bytes, 1)
+    seen: set[int] = set()
+    for laziness in _LAZINESS:
+        reduced = problem.reduced(laziness * average) if laziness else problem
+        if len(reduced.fetches_of) in seen:
+            continue
+        seen.add(len(reduced.fetches_of))
+        segments = build_segments(reduced, choose_cuts(reduced, _SEGMENTS))
+        tables = MultiLevel(reduced, segments, _LEVELS, [frozenset(bound.keep)])
+        for share in _LEVEL_SHARES:
+            wishes = tables.wishes(round(share * _LEVELS))
+            if wishes is not None:
+                yield f"multi-level, laziness {laziness:g}, {share:.0%}", wishes, None
+
+
+def _wishes_of(problem: Problem, plan: Plan) -> tuple[dict[int, set[int]], dict[tuple[int, int], int]]:
+    """A plan as wishes: its steps at the fetches at which it takes them."""
+    wishes: dict[int, set[int]] = {FORWARD: set(plan.keep)}
+    until: dict[tuple[int, int], int] = {}
+    begin = dict.fromkeys(plan.keep, FORWARD)
+    nth: dict[int, int] = {}
+    at_hand = -1
+    for fetch, value in enumerate(problem.fetch_value):
+        if value not in begin and value != at_hand:
+            step = plan.step_by_miss.get((value, nth.get(value, 0)))
+            nth[value] = nth.get(value, 0) + 1
+            at_hand = value
+            if step is not None:
+                for v in step.discard:
+                    if v in begin:
+                        until[v, begin.pop(v)] = fetch
+                wishes[fetch] = set(step.hold)
+                begin.update(dict.fromkeys(step.hold, fetch))
+        for v in problem.frees[fetch]:
+            begin.pop(v, None)
+    return wishes, until
+
+
+def smallest_limit_bytes(record: TapeRecord) -> int:
+    """The smallest limit any plan can keep: what is pinned."""
+    low, high = 0, max(record.cache_total_bytes, 1) + sum(v.nbytes for v in record.values if v.pinned)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            Problem(record, middle)
+        except PlanError:
+            low = middle + 1
+        else:
+            high = middle
+    return low

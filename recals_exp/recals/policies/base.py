@@ -1,0 +1,47 @@
+"""What every policy must decide. Each method is abstract here and final where it is written."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from ..graph import Value
+
+if TYPE_CHECKING:
+    from ..cache import Cache
+
+
+class Policy(ABC):
+    """Decides; the cache does. One instance serves one cache. Called with the cache's lock held."""
+
+    name: ClassVar[str]
+    watches: ClassVar[bool]  # wants ``used``, ``dropped`` and ``freed``: they cost a call each
+
+    @abstractmethod
+    def keeps(self, cache: Cache, value: Value) -> bool:
+        """A value was saved in forward: try to hold it?"""
+
+    @abstractmethod
+    def victim(self, cache: Cache, incoming: Value) -> Value | None:
+        """A held value to drop so that ``incoming`` fits; None: rather do not hold ``incoming``."""
+
+    @abstractmethod
+    def targets(self, cache: Cache, missed: Value) -> Iterable[Value]:
+        """Autograd asks for ``missed``, which was dropped: the values to rebuild in one replay."""
+
+    @abstractmethod
+    def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
+        """A replay has just made ``value``: try to hold it?"""
+
+    @abstractmethod
+    def used(self, cache: Cache, value: Value) -> None:
+        """Autograd read a value that was held."""
+
+    @abstractmethod
+    def dropped(self, cache: Cache, value: Value) -> None:
+        """A saved value lost its bytes, or was not held from the start."""
+
+    @abstractmethod
+    def freed(self, cache: Cache, value: Value) -> None:
+        """The last handle of ``value`` died."""

@@ -1,0 +1,192 @@
+"""The facade: one ``Recals`` holds what autograd caches in all the calls made through it to one byte limit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .analysis import Analysis, Measuring, module_state_restored
+from .audit import Auditor, AuditReport
+from .cache import Cache, Stats
+from .door import call_key, check_supported, refuse_function_transforms
+from .errors import CacheLimitError, SizeError
+from .facts import OpFacts
+from .handles import unpack
+from .policies import Policy, make_policy
+from .randomness import GpuDevices, SavedGenerators
+from .recorder import Recorder, Session
+from .replay import Replayer
+from .sizes import format_bytes, parse_bytes
+from .tape import Registry
+
+T = TypeVar("T")
+AUDITS = ("first", "always", "off")
+
+
+class Recals:
+    """Calls functions with the memory autograd caches inside held to ``cache_limit_bytes``.
+
+    ``recals(fn, *args, **kwargs)`` equals ``fn(*args, **kwargs)``. Values that autograd saves for backward are held up to
+    the limit, over all calls made through this object; what does not fit is dropped and rebuilt in backward by re-running
+    just the ops it needs. Gradients, buffers and random state are those of the plain call, bit for bit.
+
+    Make one with ``recals_with_rngs``. Calls from several threads may share one object.
+    """
+
+    def __init__(self, limit_bytes: int | None, gpu_devices: GpuDevices, policy: Policy, audit: str) -> None:
+        if audit not in AUDITS:
+            raise ValueError(f"audit={audit!r} is not known; allowed: {', '.join(map(repr, AUDITS))}")
+        self.replayer = Replayer()
+        self.cache = Cache(limit_bytes, policy, self.replayer)
+        self.audit_when = audit
+        self.refuses = True  # False: drop what does not fit instead of raising (for tests of the engine)
+        self.facts: dict[Any, OpFacts] = {}
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.generators = SavedGenerators(gpu_devices)
+        self.registry: Registry = {}
+        self.next_seq = 0  # of the next op on the tape
+
+    @property
+    def cache_limit_bytes(self) -> int | None:
+        """The limit in bytes; None for no limit."""
+        return self.cache.limit_bytes
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy in force."""
+        return self.cache.policy.name
+
+    @property
+    def stats(self) -> Stats:
+        """What was cached, dropped and recomputed since the last ``reset_stats()``."""
+        return self.cache.stats()
+
+    def reset_stats(self) -> None:
+        self.cache.reset_stats()
+
+    def __call__(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """``fn(*args, **kwargs)`` with its cache held to the limit.
+
+        Raises:
+            CacheLimitError: one saved value alone is above the limit; names the layer, its bytes, and the smallest limit
+                with which the call works.
+        """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return fn(*args, **kwargs)
+        session = Session()
+        self.cache.peak_pinned_bytes = self.cache.pinned_bytes
+        recorder = self._recorder(fn, session)
+        try:
+            with saved_tensors_hooks(recorder.pack, unpack), recorder:
+                out = fn(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_function_transforms(error)
+            raise
+        recorder.finish()
+        limit, largest, layer = self.cache.limit_bytes, session.largest_bytes, session.largest_layer
+        if limit is not None and max(largest, self.cache.peak_pinned_bytes) > limit and self.refuses:
+            del out, recorder, session  # nothing of the call may live on in the error's traceback
+            self._refuse(limit, largest, layer)
+        return out
+
+    def analyze(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Analysis:
+        """What ``fn(*args, **kwargs)`` would cache. Runs forward once with gradients enabled, storing nothing.
+
+        Buffers and generators are left as they were. Unpacks as ``total, unit_max``, both in bytes: ``total`` is what the
+        call caches, ``unit_max`` the largest cache of one leaf layer.
+        """
+        policy = Measuring()
+        measuring = Recals(None, "all", policy, "off")
+        with torch.enable_grad(), module_state_restored(fn):
+            out = measuring(fn, *args, **kwargs)
+            pinned_bytes = measuring.cache.peak_cached_bytes
+            del out
+        return policy.analysis(pinned_bytes)
+
+    def audit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AuditReport:
+        """Run ``fn(*args, **kwargs)`` forward once, every op twice, and report what does not come back bit for bit.
+
+        Buffers and generators are left as they were. What is found stays pinned in this object.
+        """
+        with torch.enable_grad(), module_state_restored(fn):
+            auditor = Auditor(self, Session(), runs_foreign=True)
+            with saved_tensors_hooks(auditor.pack, unpack), auditor:
+                fn(*args, **kwargs)
+            auditor.finish()
+        self._seen.add(call_key(fn))
+        return auditor.report()
+
+    def pin_results(self, func: Any, layer: str) -> None:
+        """Hold the results of ``func`` in ``layer`` from now on."""
+        facts = self.facts[func]
+        facts.pinned_layers.add(layer)
+        facts.is_simple = False
+
+    def _recorder(self, fn: Any, session: Session) -> Recorder:
+        key = call_key(fn)
+        is_new = key not in self._seen
+        if is_new:
+            self._seen.add(key)
+            check_supported(fn)
+        # Without a limit nothing is ever re-run.
+        if self.cache.limit_bytes is not None and (
+            self.audit_when == "always" or (is_new and self.audit_when == "first")
+        ):
+            return Auditor(self, session, runs_foreign=self.audit_when == "always")
+        return Recorder(self, session)
+
+    def _refuse(self, limit: int, largest: int, layer: str) -> None:
+        pinned = self.cache.peak_pinned_bytes
+        smallest = max(largest, pinned)
+        if largest > limit:
+            needed = largest
+            what = f"is below the largest value that autograd saves: {needed} bytes ({format_bytes(needed)}) in layer {layer}"
+        else:
+            needed, layer = pinned, ""
+            what = (
+                f"is below what cannot be rebuilt and must be held: {needed} bytes ({format_bytes(needed)}); "
+                "`recals.audit(model, ...)` names the ops concerned"
+            )
+        raise CacheLimitError(
+            f"the cache limit of {limit} bytes ({format_bytes(limit)}) {what}. The smallest limit that works for this call "
+            f"is {smallest} bytes; raise the limit to that, or use a smaller batch.",
+            limit_bytes=limit,
+            needed_bytes=needed,
+            smallest_bytes=smallest,
+            layer=layer,
+        )
+
+
+def recals_with_rngs(
+    cache_limit_size: int | str | None,
+    gpu_devices: GpuDevices = "all",
+    *,
+    policy: str | Policy = "fifo",
+    audit: str = "first",
+) -> Recals:
+    """A ``Recals`` with a cache limit.
+
+    Args:
+        cache_limit_size: the limit in bytes, a size such as ``"4GiB"``, or -1 or None for no limit.
+        gpu_devices: whose generators are saved before random ops, so that a re-run draws the same numbers: ``"all"``,
+            ``"none"``, ``"cuda"``, ``"cpu"``, a device index (-1: CPU), a list of indices, or a tensor (its device).
+            Results of random ops on other devices are held instead of re-run.
+        policy: what to drop: ``"fifo"`` (documented), or a ``Policy``.
+        audit: run every op twice and compare (see ``Recals.audit``) on a callable's ``"first"`` call, ``"always"`` or
+            ``"off"``. Foreign ops (not PyTorch's own) are never re-run before an audit has seen them.
+
+    Raises:
+        SizeError: a limit that is no size, or below -1.
+    """
+    if cache_limit_size is None or (cache_limit_size == -1 and not isinstance(cache_limit_size, bool)):
+        limit = None
+    else:
+        try:
+            limit = parse_bytes(cache_limit_size)
+        except SizeError as error:
+            raise SizeError(f"cache_limit_size: {error} (-1 or None means no limit)") from None
+    return Recals(limit, gpu_devices, make_policy(policy), audit)

@@ -1,0 +1,111 @@
+"""Re-running recorded ops on neutral ground."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from .ambient import Ambient, lazy_bits_resolved, neutral
+from .errors import ReplayError
+from .graph import Op, Value
+from .tape import Constant, Ref, Source, TensorOp
+
+
+def flat_tensors(out: Any) -> list[Tensor]:
+    """The tensors an op returned, in order; undefined results (None) are left out."""
+    if isinstance(out, Tensor):
+        return [out]
+    found: list[Tensor] = []
+    if isinstance(out, (list, tuple)):
+        for part in out:
+            found.extend(flat_tensors(part))
+    return found
+
+
+class Replayer:
+    """Runs ops of one cache; called with the cache's lock held.
+
+    ``flops`` counts what was re-run by torch's formulas.
+    """
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self._ambient: Ambient | None = None
+        self._settings: ExitStack | None = None
+
+    @contextmanager
+    def replaying(self, observed: bool = True) -> Iterator[None]:
+        """``observed``: dispatch modes of other people see the ops."""
+        # What an op had to warn of, it said in forward.
+        with neutral(observed), ExitStack() as settings, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outer = self._ambient, self._settings
+            self._ambient, self._settings = None, settings
+            try:
+                yield
+            finally:
+                settings.close()
+                self._ambient, self._settings = outer
+
+    def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[UntypedStorage]:
+        assert isinstance(op, TensorOp)
+        assert self._settings is not None
+        if op.ambient is not self._ambient:
+            self._settings.close()
+            self._settings.enter_context(op.ambient.in_force())
+            self._ambient = op.ambient
+        storages = env
+        if op.written:
+            # A replay writes only memory of its own (rule 5).
+            copies = {
+                v: env[v].clone() for v in op.written if v not in scratch and not (isinstance(v, Source) and v.is_blank)
+            }
+            storages = {**{v: env[v] for v in op.inputs}, **copies}
+        if op.grad_mode is not torch.is_grad_enabled():
+            torch._C._set_grad_enabled(op.grad_mode)  # ``neutral`` puts it back
+        args = [_bound(arg, storages) for arg in op.args]
+        kwargs = {name: _bound(arg, storages) for name, arg in op.kwargs.items()} if op.kwargs else {}
+        if op.rng is None and not op.is_complex:
+            out = op.func(*args, **kwargs)
+        else:
+            with (
+                op.rng.restored() if op.rng else nullcontext(),
+                lazy_bits_resolved() if op.is_complex else nullcontext(),
+            ):
+                out = op.func(*args, **kwargs)
+        self.flops += op.full_cost().flops if op.facts.has_flops else 0
+        outs = flat_tensors(out)
+        found: list[UntypedStorage] = []
+        for value in wanted:
+            if value.index < 0:
+                storage = storages[op.written[-value.index - 1]]
+            elif value.index < len(outs):
+                storage = outs[value.index].untyped_storage()
+            else:
+                raise ReplayError(
+                    f"{op.name()} gave {len(outs)} tensors when re-run; result {value.index} is wanted", op=op.name()
+                )
+            if storage.nbytes() != value.nbytes:
+                raise ReplayError(
+                    f"{op.name()} gave a storage of {storage.nbytes()} bytes when re-run; it had {value.nbytes} in forward. "
+                    "Something it depends on has changed since; run backward before changing it.",
+                    op=op.name(),
+                )
+            found.append(storage)
+        return found
+
+
+def _bound(arg: Any, storages: dict[Value, Any]) -> Any:
+    kind = type(arg)
+    if kind is Ref:
+        return arg.tensor(storages[arg.value])
+    if kind is list:
+        return [_bound(part, storages) for part in arg]
+    if kind is Constant:
+        return arg.tensor()
+    return arg

@@ -1,0 +1,140 @@
+"""A step simulated from its record: the cache and the policies of the engine, without tensors.
+
+Given a record, a limit and a policy: which bytes are held when, what is dropped and re-run, and what it costs. The code
+that decides is the engine's own (``cache.py``, ``policies/``); only bytes are tokens here and running an op adds its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .cache import Cache
+from .graph import Op, Value
+from .policies import Policy, make_policy
+from .record import SOURCE, TapeRecord
+
+_TOKEN = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a policy does on a recorded step under a limit."""
+
+    policy: str
+    limit_bytes: int | None
+    overhead_pct: float  # cost of re-run ops, percent of a plain step
+    rerun_cost: float  # in the record's cost unit
+    rerun_ops: tuple[int, ...]  # ids, in the order in which they re-ran
+    dropped_values: int
+    dropped_bytes: int
+    replays: int
+    peak_cached_bytes: int
+    peak_working_bytes: int
+
+
+class _SimOp(Op):
+    __slots__ = ("id", "record")
+
+    def __init__(self, op_id: int, record: Any, inputs: tuple[Value, ...]) -> None:
+        super().__init__(op_id, inputs)
+        self.id = op_id
+        self.record = record
+
+    def cost(self) -> float:
+        return self.record.cost
+
+    def name(self) -> str:
+        return self.record.name
+
+
+class _SimValue(Value):
+    __slots__ = ("external",)
+
+    external: bool
+
+    def bytes(self) -> Any:
+        if self.payload is None and self.external:
+            return _TOKEN
+        return self.payload
+
+
+class _Adder:
+    """Executor that only adds up."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self.cost = 0.0
+        self.ops: list[int] = []
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        yield
+
+    def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[Any]:
+        assert isinstance(op, _SimOp)
+        self.cost += op.cost()
+        self.ops.append(op.id)
+        return [_TOKEN] * len(wanted)
+
+
+def simulate(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> Simulation:
+    """Run ``record`` under ``policy`` within ``limit_bytes`` (None: no limit)."""
+    adder = _Adder()
+    chosen = make_policy(policy)
+    cache = Cache(limit_bytes, chosen, adder)
+    values = _values(record)
+    for kind, index in record.forward_events:
+        if kind == "save":
+            value = values[index]
+            if value.pinned and not value.handles:
+                cache.pin(value.nbytes)
+            cache.save(value, _TOKEN)
+        elif kind == "free":
+            _release(cache, values[index])
+    for event, index in record.backward_events:
+        if event == "fetch":
+            cache.fetch(values[index])
+        else:
+            _release(cache, values[index])
+    return Simulation(
+        policy=chosen.name,
+        limit_bytes=limit_bytes,
+        overhead_pct=record.overhead_pct(adder.cost),
+        rerun_cost=adder.cost,
+        rerun_ops=tuple(adder.ops),
+        dropped_values=cache.dropped_values,
+        dropped_bytes=cache.dropped_bytes,
+        replays=cache.replays,
+        peak_cached_bytes=cache.peak_cached_bytes,
+        peak_working_bytes=cache.peak_working_bytes,
+    )
+
+
+def _values(record: TapeRecord) -> list[_SimValue]:
+    values: list[_SimValue] = []
+    ops: dict[int, _SimOp] = {}
+    for entry in record.values:
+        value = _SimValue(None, 0, entry.nbytes)
+        value.external = entry.external
+        value.pinned = entry.pinned
+        if entry.producer == SOURCE or entry.pinned:
+            value.payload = _TOKEN
+        values.append(value)
+    for op_id, op in enumerate(record.ops):
+        ops[op_id] = _SimOp(op_id, op, tuple(values[i] for i in op.inputs))
+        for index, value_id in enumerate(op.outputs):
+            if not values[value_id].pinned:
+                values[value_id].producer = ops[op_id]
+            values[value_id].index = index
+    return values
+
+
+def _release(cache: Cache, value: Value) -> None:
+    """The record names the death of the last handle only."""
+    while value.handles:
+        cache.release(value)
+    if value.pinned:
+        cache.unpin(value.nbytes)

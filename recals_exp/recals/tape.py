@@ -1,0 +1,361 @@
+"""The tape with tensors: storages, their versions, references into them, and the ops that made them.
+
+Legend::
+
+    value  one version of a storage: producer op, bytes if held, guard      (graph.Value; the registry has the latest)
+    Pin    weak reference to the storage + the number of its current version
+    Slot   the latest value of a storage that autograd saved                 (what handles refer to)
+    Ref    value + dtype, size, stride, offset                               (an argument of a recorded op)
+
+A view is geometry, not a value (rule 2). Handles refer to the *slot*, ops to the *value*: autograd reads what the storage
+holds when backward comes, unless its version counter moved (then it raises); an op must be replayed on what it read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from .ambient import share_version
+from .costs import Meta, OpCost, op_cost
+from .errors import ReplayError, SourceChangedError
+from .graph import Op, Value
+
+if TYPE_CHECKING:
+    from .ambient import Ambient
+    from .cache import Cache
+    from .facts import OpFacts
+    from .handles import Handle
+    from .randomness import RandomState
+
+Registry = dict[int, "TensorValue | Source"]
+"""``id`` of a live storage's Python object -> its latest value."""
+
+
+class Pin(weakref.ref):
+    """Weak reference to a storage's Python object, which lives exactly as long as the storage.
+
+    Attributes:
+        key: ``id`` of the storage object.
+        version: number of the storage's current version; bumped by every recorded write.
+        users: live sessions that touched the storage; session: the last of them.
+    """
+
+    __slots__ = ("key", "registry", "session", "users", "version")
+
+    key: int
+    version: int
+    users: int
+    session: int
+    registry: Registry
+
+
+def forget(pin: Pin) -> None:
+    """The storage died, or nobody is interested any more: take it from the registry."""
+    value = pin.registry.get(pin.key)
+    if value is not None and value.pin is pin:
+        del pin.registry[pin.key]
+
+
+class Slot:
+    """A storage as autograd's handles see it: its latest value, and who asks."""
+
+    __slots__ = ("__weakref__", "handles", "latest", "packed")
+
+    def __init__(self, latest: TensorValue | Source) -> None:
+        self.latest = latest
+        self.handles: list[weakref.ref[Handle]] = []
+        self.packed: weakref.ref[Tensor] | None = None  # the tensor of the last handle
+
+    def handle_of(self, tensor: Tensor) -> Handle | None:
+        """The last handle, if it is of this very tensor, unchanged since."""
+        if self.packed is not None and self.packed() is tensor:
+            handle = self.handles[-1]()
+            if handle is not None and handle.version == tensor._version:
+                return handle
+        return None
+
+
+class TensorValue(Value):
+    """One version of a storage, made by a recorded op.
+
+    ``guard`` is a tensor that shares the version counter of the tensors over this storage, with the count at which its
+    bytes were this version's. Bytes in reach whose counter has moved are somebody else's by now.
+    """
+
+    __slots__ = ("guard", "guard_version", "pin", "slot", "version")
+
+    def __init__(self, producer: TensorOp, index: int, nbytes: int, pin: Pin, version: int) -> None:
+        self.producer = producer
+        self.index = index
+        self.nbytes = nbytes
+        self.payload = None
+        self.handles = 0
+        self.pinned = False
+        self.note = None
+        self.pin = pin
+        self.version = version
+        self.guard: Tensor | None = None
+        self.slot: weakref.ref[Slot] | None = None  # once autograd saved it
+        self.guard_version = 0
+
+    def bytes(self) -> Any:
+        guard = self.guard
+        if guard is None:
+            return self.payload
+        if guard._version != self.guard_version:
+            return None
+        if self.payload is not None:
+            return self.payload
+        # Dropped, but the storage lives on elsewhere (a model's output, say): its bytes are there for free.
+        pin = self.pin
+        return pin() if pin.version == self.version else None
+
+    def strip(self) -> None:
+        slot = None if self.slot is None else self.slot()
+        if slot is not None and slot.latest is self:
+            for ref in slot.handles:
+                handle = ref()
+                if handle is not None:
+                    handle.strip()
+
+    def rebuilt(self, payload: Any) -> None:
+        slot = None if self.slot is None else self.slot()
+        if slot is None or slot.latest is not self:
+            return
+        old = self.pin
+        pin = Pin(payload, forget)
+        pin.key, pin.registry = id(payload), old.registry
+        pin.version, pin.users, pin.session = self.version, old.users, old.session
+        self.pin = pin
+
+
+class Source(Value):
+    """A value no recorded op made. Three kinds, which may follow one another:
+
+    - a *leaf* (parameter, buffer, input, constant): the program's own bytes; held, not counted.
+    - a *blank*: memory no recorded op has filled, from an allocation or from an op that cannot be replayed. Nothing is
+      held. If an op overwrites all of it, a replay may start from fresh memory just as well; if anything reads it first,
+      it becomes kept (rule 8).
+    - *kept* bytes: held for the tape alone and counted in ``cache``: opaque memory, or the old content of a leaf that
+      the program has overwritten since (rule 4). Never dropped; they go when nothing refers to them.
+
+    Attributes:
+        guard: shares the version counter of a leaf; if it has moved, the old bytes are lost and reading is refused.
+        reads: how often recorded ops read this version; if they did, a write must copy it first.
+        cache: where kept bytes are counted; None for a leaf or a blank.
+    """
+
+    __slots__ = ("cache", "device", "guard", "guard_version", "pin", "reads", "slot")
+
+    def __init__(self, storage: UntypedStorage, pin: Pin, is_leaf: bool) -> None:
+        super().__init__(None, 0, storage.nbytes())
+        self.payload = storage if is_leaf else None
+        self.pin = pin
+        self.slot: weakref.ref[Slot] | None = None
+        self.device = storage.device
+        self.guard: Tensor | None = None
+        self.guard_version = 0
+        self.reads = 0
+        self.cache: Cache | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.cache is None and self.payload is not None
+
+    @property
+    def is_blank(self) -> bool:
+        return self.payload is None
+
+    def keep(self, storage: UntypedStorage, cache: Cache) -> None:
+        """Hold ``storage`` as the bytes of this version, and count them."""
+        self.payload = storage
+        self.guard = None
+        if self.cache is None:
+            self.cache = cache
+            self.pinned = True
+            cache.pin(self.nbytes)
+
+    def watch(self, tensor: Tensor) -> None:
+        """Remember the version counter of the program's tensor over a leaf's bytes."""
+        if tensor.is_inference():
+            return
+        # A leaf tensor of autograd can be kept itself; others might come to hold this very graph.
+        self.guard = tensor if tensor.requires_grad and tensor.grad_fn is None else share_version(tensor)
+        self.guard_version = tensor._version
+
+    def lose(self) -> None:
+        """The bytes were overwritten, and nobody kept a copy: refuse to read them."""
+        self.guard_version = -1
+
+    def bytes(self) -> Any:
+        guard = self.guard
+        if guard is not None and guard._version != self.guard_version:
+            what = f"[{guard.type()} {list(guard.shape)}]"
+            raise SourceChangedError(
+                f"a tensor {what} that the forward pass read was modified by an in-place operation before backward: it is at "
+                f"version {guard._version}; expected version {self.guard_version}. A value dropped from the cache is rebuilt "
+                "from it, and its old content is gone. Run backward first, or modify a copy of it, or raise the cache limit "
+                "so that nothing is dropped.",
+                what=what,
+            )
+        return UntypedStorage(self.nbytes, device=self.device) if self.payload is None else self.payload
+
+    def __del__(self) -> None:
+        if self.cache is not None:
+            self.cache.unpin(self.nbytes)
+
+
+class Ref:
+    """A tensor argument of a recorded op: where its bytes are and how they are read."""
+
+    __slots__ = ("dtype", "is_complex", "is_conj", "is_neg", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Any, tensor: Tensor) -> None:
+        self.value: Value = value
+        self.dtype = dtype = tensor.dtype
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.is_complex = is_complex = dtype.is_complex
+        self.is_conj = is_complex and tensor.is_conj()
+        self.is_neg = tensor.is_neg()
+
+    def tensor(self, storage: UntypedStorage) -> Tensor:
+        """The argument again, over ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.is_conj:
+            tensor = torch._conj(tensor)
+        if self.is_neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+
+class Constant:
+    """A tensor argument without a storage of its own (sparse, nested, a wrapper subclass): kept whole.
+
+    A write to it moves its version counter, and is refused at replay.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def meta(self) -> Meta:
+        nested = self._tensor.is_nested
+        return Meta((self._tensor.numel(),), self._tensor.itemsize) if nested else _meta(self._tensor.shape, self._tensor.dtype)
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise ReplayError(
+                f"a {self._tensor.layout} tensor that a dropped value is rebuilt from was modified in place after forward "
+                f"read it (version {self._tensor._version}, expected {self._version}). Run backward first, or raise the "
+                "cache limit.",
+                op="",
+            )
+        return self._tensor
+
+
+class TensorOp(Op):
+    """One recorded aten op: all a replay needs.
+
+    Attributes:
+        func: the operator overload. args, kwargs: its arguments, tensors as ``Ref``.
+        written: the values whose bytes the op writes.
+        rng: generator and its state before the op, for random ops (rule 6).
+        ambient: the global settings in force (rule 7).
+    """
+
+    __slots__ = ("_cost", "ambient", "args", "facts", "func", "grad_mode", "kwargs", "outs")
+
+    rng: RandomState | None = None
+    written: tuple[Value, ...] = ()
+    is_complex: bool = False
+
+    def __init__(
+        self,
+        seq: int,
+        inputs: tuple[Value, ...],
+        func: Any,
+        facts: OpFacts,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        ambient: Ambient,
+        grad_mode: bool,  # some kernels look at it even below autograd (oneDNN's RNN keeps its workspace only then)
+    ) -> None:
+        self.seq = seq
+        self.inputs = inputs
+        self.func = func
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.ambient = ambient
+        self.grad_mode = grad_mode
+        self.outs: list[tuple[torch.Size, torch.dtype]] = []  # of the results, for the cost model
+
+    def full_cost(self) -> OpCost:
+        """FLOPs, bytes moved and seconds on the nominal machine; no clock is read."""
+        try:
+            return self._cost
+        except AttributeError:
+            outs = [_meta(*out) for out in self.outs]
+            try:
+                self._cost: OpCost = op_cost(self.func, _metas(self.args), _metas(self.kwargs), outs)
+            except Exception:
+                # An estimate: a formula that does not know some layout must not fail a step.
+                self._cost = OpCost(0, sum(out.nbytes for out in outs), 0.0)
+            return self._cost
+
+    def cost(self) -> float:
+        return self.full_cost().seconds
+
+    def name(self) -> str:
+        return str(self.func)
+
+
+class PeculiarOp(TensorOp):
+    """An op that writes its arguments, draws random numbers, or works on complex numbers."""
+
+    __slots__ = ("is_complex", "rng", "written")
+
+    rng: RandomState | None
+    written: tuple[Value, ...]
+    is_complex: bool
+
+
+def _meta(size: torch.Size, dtype: torch.dtype) -> Meta:
+    return Meta(tuple(size), dtype.itemsize)
+
+
+def _metas(item: Any) -> Any:
+    if type(item) is Ref:
+        return _meta(item.size, item.dtype)
+    if type(item) is Constant:
+        return item.meta()
+    if type(item) is list:
+        return [_metas(part) for part in item]
+    if type(item) is dict:
+        return {key: _metas(part) for key, part in item.items()}
+    return item
+
+
+def refs_of(recorded: Any) -> list[Ref]:
+    """The tensor arguments in recorded arguments, in order."""
+    found: list[Ref] = []
+    stack: list[Any] = [recorded]
+    while stack:
+        item = stack.pop()
+        kind = type(item)
+        if kind is Ref:
+            found.append(item)
+        elif kind is list or kind is tuple:
+            stack.extend(reversed(item))
+        elif kind is dict:
+            stack.extend(reversed(item.values()))
+    return found

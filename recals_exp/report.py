@@ -1,0 +1,296 @@
+"""The report of a sweep, from the jobs' `result.json` files and nothing else.
+
+    python -m recals_exp.report outputs/2030-01-01/12-00-00            # at any time, also while the sweep is going on
+    python -m recals_exp.report sweep_a sweep_b --output both          # several sweeps in one report
+
+Written into the sweep's folder (with several: the first, or `--output`): `tradeoff.csv`, `tradeoff.json`,
+`tradeoff.png`. Exit code 1 if a job failed, 2 if there is nothing to report.
+
+Rules the code follows:
+
+1. Every `result.json` found is a row, whatever its status. One that cannot be read is a row too, with the reason as
+   its error.
+2. The files have the columns of `records.COLUMNS`, in that order, in bytes, seconds and percent. Only the terminal
+   table converts.
+3. `format_...` returns text. Only `main` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from recals_exp import records
+from recals_exp.figures import tradeoff_png
+from recals_exp.records import COLUMNS, FAILED, OK, RunResult
+
+CSV_FILE = "tradeoff.csv"
+JSON_FILE = "tradeoff.json"
+FIGURE_FILE = "tradeoff.png"
+SERIES_COLUMNS = ("model", "dataset", "pipeline", "strategy", "policy")
+"""What makes two jobs points of one curve."""
+
+
+def find_results(folders: Sequence[Path]) -> list[RunResult]:
+    """The records below the folders, ordered by series, then budget (rule 1). Each file counts once."""
+    paths: dict[Path, None] = {}
+    for folder in folders:
+        if not folder.exists():
+            raise ValueError(f"there is no folder {folder}: give the folder of a sweep, or of a job")
+        for path in [folder] if folder.is_file() else sorted(folder.rglob(records.RESULT_FILE)):
+            paths[path.resolve()] = None
+    return sorted((_load_or_failed(path) for path in paths), key=_order)
+
+
+def _load_or_failed(path: Path) -> RunResult:
+    try:
+        return records.load(path)
+    except (ValueError, OSError) as error:
+        unknown: dict[str, Any] = dict.fromkeys(
+            ("model", "dataset", "pipeline", "policy", "budget", "strategy", "device"), "unknown"
+        )
+        reason = f"unreadable record: {records.describe_error(error)}"
+        return RunResult(job=path.parent.name, status=FAILED, error=reason, batch_size=0, seed=0, **unknown)
+
+
+def _order(result: RunResult) -> tuple[Any, ...]:
+    fraction = result.budget_fraction()
+    series = tuple(getattr(result, column) for column in SERIES_COLUMNS)
+    return (*series, fraction is None, fraction or 0.0, result.budget, result.job)
+
+
+def group_series(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """The finished jobs by curve. A name holds only what tells the curves apart."""
+    finished = [result for result in results if result.status == OK]
+    varying = [column for column in SERIES_COLUMNS if len({getattr(result, column) for result in finished}) > 1]
+    series: dict[str, list[RunResult]] = {}
+    for result in finished:
+        name = " ".join(str(getattr(result, column)) for column in varying or ("model", "policy"))
+        series.setdefault(name, []).append(result)
+    return series
+
+
+# -- text and files --------------------------------------------------------------------------------------------------
+
+
+def format_csv(results: Sequence[RunResult]) -> str:
+    """Rows as CSV. An empty field is a value that was not measured; booleans are `true` and `false`."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for result in results:
+        writer.writerow([_csv_field(value) for value in result.row().values()])
+    return buffer.getvalue()
+
+
+def _csv_field(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def format_json(results: Sequence[RunResult]) -> str:
+    """Rows as JSON: a list of objects with the columns as keys; null is a value that was not measured."""
+    return json.dumps([result.row() for result in results], indent=2, allow_nan=False) + "\n"
+
+
+_CONSTANTS = ("model", "dataset", "pipeline", "policy")  # said once, in the title, where all jobs share them
+_FOLDED = ("time_overhead_low_pct", "time_overhead_high_pct")  # shown as the interval of time_overhead_pct
+_DISPENSABLE = (
+    "cache_total_bytes",
+    "peak_memory_plain_bytes",
+    "step_time_plain_s",
+    "cache_limit_bytes",
+    "step_time_s",
+    "documented_overhead_pct",
+    "cache_peak_bytes",
+    "pipeline",
+    "dataset",
+    "job",
+)
+"""What a narrow terminal goes without, in this order."""
+_HEADING_WIDTH = 11
+
+
+def format_table(results: Sequence[RunResult], width: int | None = None, color: bool = False) -> str:
+    """The table for people: the report's columns by name, values with units, what all jobs share in the title.
+
+    `width` is the terminal's; columns that do not fit are left out and named below (None: as wide as it takes). Under
+    the table stand the reason of every job that did not finish, and what a reader must know before believing a row.
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=width or 10_000,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        soft_wrap=True,
+    )
+    shared = [column for column in _CONSTANTS if len({getattr(result, column) for result in results}) == 1]
+    title = ", ".join(f"{column} {getattr(results[0], column)}" for column in shared) if results else "no jobs"
+    shown = [column for column in COLUMNS if column not in (*shared, *_FOLDED, "error")]
+    hidden: list[str] = []
+    table = _table(results, shown)
+    for column in _DISPENSABLE:
+        if width is None or Measurement.get(console, console.options.update(width=10_000), table).maximum <= width:
+            break
+        if column in shown:
+            shown.remove(column)
+            hidden.append(column)
+            table = _table(results, shown)
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(table)
+    if hidden:
+        console.print(Text(f"no room here for {', '.join(hidden)}: see {CSV_FILE}", style="dim"))
+    for result in results:
+        if result.status == records.RUNNING:
+            console.print(Text(f"{result.job}: still running, or killed", style="yellow"))
+        elif result.status == FAILED:
+            console.print(Text(f"{result.job} failed: {result.error}", style="red"))
+    for line in format_warnings(results):
+        console.print(Text(line, style="yellow"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _table(results: Sequence[RunResult], columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        text = column in ("job", "status", "budget", *_CONSTANTS)
+        table.add_column(_heading(column), justify="left" if text else "right", no_wrap=True)
+    for result in results:
+        table.add_row(*(_cell(result, column) for column in columns))
+    return table
+
+
+def _heading(column: str) -> str:
+    """The column's name, broken after underscores so that it stands over narrow values."""
+    *parts, last = column.split("_")
+    lines = [""]
+    for part in [*(f"{part}_" for part in parts), last]:
+        if lines[-1] and len(lines[-1] + part) > _HEADING_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines) + (" [95 %]" if column == "time_overhead_pct" else "")
+
+
+def _cell(result: RunResult, column: str) -> Text:
+    value = getattr(result, column)
+    if column == "status":
+        return Text(value, style={OK: "green", FAILED: "red"}.get(value, "yellow"))
+    if value is None:
+        no_limit = column == "cache_limit_bytes" and result.status == OK
+        return Text("none" if no_limit else "-", style="dim")
+    if column == "gradients_identical":
+        return Text("yes", style="green") if value else Text("NO", style="bold red")
+    if column == "time_overhead_pct":
+        low, high = result.time_overhead_low_pct, result.time_overhead_high_pct
+        return Text(f"{value:.1f}" if low is None or high is None else f"{value:.1f} [{low:.1f}, {high:.1f}]")
+    if column.endswith("_bytes"):
+        return Text(f"{value / 1024**2:.1f} MiB")
+    if column.endswith("_s"):
+        return Text(f"{1000 * value:.1f} ms")
+    if column.endswith("_pct"):
+        return Text(f"{value:.1f}")
+    return Text(str(value))
+
+
+def format_warnings(results: Sequence[RunResult]) -> list[str]:
+    """What a reader must know before believing a row."""
+    lines = []
+    for result in results:
+        parity, timing, limit = result.parity, result.timing, result.cache_limit_bytes
+        if parity is not None and parity.differences:
+            blame = " (plain does not reproduce itself here either)" if parity.plain_reproducible is False else ""
+            more = f" and {len(parity.differences) - 1} more" if len(parity.differences) > 1 else ""
+            lines.append(f"{result.job}: not the plain step{blame}: {parity.differences[0]}{more}")
+        if timing is not None and not timing.losses_identical:
+            lines.append(f"{result.job}: the losses of a timed pair differ")
+        if timing is not None and timing.interval_coverage_pct < 95:
+            pairs = len(timing.ratios)
+            lines.append(
+                f"{result.job}: {pairs} pairs, so its interval covers {timing.interval_coverage_pct:.3g} %, not 95 %"
+            )
+        if limit is not None and result.cache_peak_bytes is not None and result.cache_peak_bytes > limit:
+            lines.append(f"{result.job}: cached {result.cache_peak_bytes} bytes, above its limit of {limit}")
+    return lines
+
+
+def figure_title(results: Sequence[RunResult]) -> str:
+    """What the figure is about: whatever all jobs share."""
+    shared = {column: {getattr(result, column) for result in results} for column in ("model", "dataset", "policy")}
+    parts = [values.pop() for values in shared.values() if len(values) == 1]
+    return "Memory against recomputation" + (f": {', '.join(parts)}" if parts else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and what it says."""
+
+    folder: Path
+    results: tuple[RunResult, ...]
+    figure_png: bytes
+
+    @property
+    def failed(self) -> int:
+        """Jobs that did not finish."""
+        return sum(result.status != OK for result in self.results)
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
+    """Read the records below the folders and write the three files. ValueError if there is no record."""
+    results = find_results(folders)
+    if not results:
+        raise ValueError(
+            f"no {records.RESULT_FILE} below {', '.join(map(str, folders))}: has a job been started there?"
+        )
+    target = output or (folders[0] if folders[0].is_dir() else folders[0].parent)
+    target.mkdir(parents=True, exist_ok=True)
+    figure = tradeoff_png(group_series(results), figure_title(results))
+    (target / CSV_FILE).write_text(format_csv(results), encoding="utf-8")
+    (target / JSON_FILE).write_text(format_json(results), encoding="utf-8")
+    (target / FIGURE_FILE).write_bytes(figure)
+    return Report(target, tuple(results), figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recals_exp.report",
+        description="Report on one or more sweeps, finished or not, from the result.json files of their jobs.",
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a sweep's folder, or a job's")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write (default: the first FOLDER)")
+    options = parser.parse_args(argv)
+    try:
+        report = write_report(options.folders, options.output)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    print(
+        format_table(
+            report.results, width=max(console.width, 80) if console.is_terminal else None, color=console.is_terminal
+        )
+    )
+    print(f"written: {', '.join(str(report.folder / name) for name in (CSV_FILE, JSON_FILE, FIGURE_FILE))}")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

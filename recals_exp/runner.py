@@ -1,0 +1,266 @@
+"""One job from its configuration to its record: the only module that sees all parts.
+
+    build -> analyse -> parity -> training -> warm-up -> memory -> FLOPs -> timed pairs -> record, events
+
+Why this order: parity runs first, because numbers of a wrong step are worth nothing; training comes before the
+measurements, so that optimizer state exists and what is measured is a step in the middle of learning. Each
+measurement takes one thing (see `meters`), from the same weights, batch and random state; nothing of one is switched
+on during another.
+
+Rules the code follows:
+
+1. A job that raises becomes a record with status `failed` and its reason; the traceback goes to the log. Nothing is
+   stored that would keep the job's tensors alive.
+2. The record is written when the job starts (`running`) and replaced when it ends, so a killed job is a row of the
+   report.
+3. Everything random is seeded from the configuration; the number of threads is put back afterwards: jobs may share a
+   process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from torch import Tensor
+
+from recals_exp import records, report
+from recals_exp.datasets import Batch, build_data
+from recals_exp.meters.device import resolve_device, seed_everything, thread_count
+from recals_exp.meters.environment import describe_environment
+from recals_exp.meters.flops import compare_flops, count_step_flops
+from recals_exp.meters.memory import measure_memory
+from recals_exp.meters.parity import check_parity
+from recals_exp.meters.steps import StartingState, TrainStep
+from recals_exp.meters.timing import measure_pairs, median_interval
+from recals_exp.models import build_model
+from recals_exp.progress import Progress, SilentProgress
+from recals_exp.recals import Stats, recals_with_rngs
+from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, TrainingRecord
+from recals_exp.runconfig import RunConfig
+from recals_exp.strategies import BoundStrategy, make_strategy
+from recals_exp.writers import RunWriter, has_events, write_tradeoff
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -> RunResult:
+    """Run one job and write `output_dir/result.json`. A job that fails returns its record; it does not raise (rule 1).
+
+    Only an interrupt (Ctrl-C) is recorded and raised again.
+    """
+    output_dir = Path(output_dir)
+    base = _describe(config, output_dir)
+    started = time.perf_counter()
+    records.save(base, output_dir)
+    with RunWriter(output_dir) as writer, progress or SilentProgress() as bar:
+        try:
+            with thread_count(config.threads) as threads:
+                result = _Job(config, dataclasses.replace(base, threads=threads), writer, bar).measure()
+        except (Exception, SystemExit) as error:
+            log.exception("job %s failed", base.job)
+            result = _failed(base, error)
+        except KeyboardInterrupt as error:
+            records.save(_failed(base, error), output_dir)
+            raise
+        gc.collect()  # what the job built must not stay for the next one, also where a model holds itself in a cycle
+        result = dataclasses.replace(result, wall_s=time.perf_counter() - started)
+        writer.result(result)
+    records.save(result, output_dir)
+    return result
+
+
+def finish_sweep(folder: Path) -> report.Report:
+    """The report of a sweep's folder, and its run `tradeoff` for TensorBoard. Also on partial results."""
+    written = report.write_report([folder])
+    for path in sorted(folder.rglob(records.RESULT_FILE)):
+        if not has_events(
+            path.parent
+        ):  # the job's configuration was refused, so it never ran: TensorBoard shows it too
+            with contextlib.suppress(ValueError), RunWriter(path.parent) as writer:
+                writer.result(records.load(path))
+    write_tradeoff(written.folder, report.group_series(written.results), written.figure_png)
+    return written
+
+
+def _describe(config: RunConfig, output_dir: Path) -> RunResult:
+    return RunResult(
+        job=config.job or output_dir.name,
+        status=records.RUNNING,
+        model=config.model.name,
+        dataset=config.dataset.name,
+        pipeline=config.pipeline.name,
+        policy=config.policy if config.strategy == "recals" else "none",
+        budget=str(config.budget),
+        strategy=config.strategy,
+        device=config.device,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        threads=config.threads,
+        autocast=config.autocast,
+        config=config.to_dict(),
+        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _failed(base: RunResult, error: BaseException) -> RunResult:
+    return dataclasses.replace(base, status=records.FAILED, error=records.describe_error(error))
+
+
+class _Job:
+    """The stages of one job, each a method; what they share is set in the constructor."""
+
+    STAGES = 5  # beside training, warm-up and pairs: built, analysed, parity, memory, FLOPs
+
+    def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
+        if config.pipeline.name != "none":
+            raise ValueError(f"pipeline={config.pipeline.name!r} does not exist; there is: none")
+        self.config = config
+        self.writer = writer
+        self.progress = progress
+        self.device = resolve_device(config.device)
+        self.base = dataclasses.replace(base, device=str(self.device), environment=describe_environment(self.device))
+        self.strategy = make_strategy(config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs)
+        # a strategy's first call may check or plan; without a step of training that must not be what is measured
+        self.warmup_steps = config.warmup_steps if config.train_steps else max(1, config.warmup_steps)
+        progress.start(base.job, self.STAGES + config.train_steps + 2 * self.warmup_steps + config.timing_pairs)
+
+    def measure(self) -> RunResult:
+        """Every stage in order; the record of a job that went through all of them."""
+        config = self.config
+        step, batches = self._build()
+        batch = next(batches)
+        total_bytes, unit_max_bytes, limit_bytes = self._analyse(step, batch.x)
+        parity = self._check_parity(step, limit_bytes, batch)
+        bound = self.strategy.bind(step.model, limit_bytes)
+        training = self._train(step, bound, batch, batches)
+        state = StartingState(step, config.seed)
+        self._warm_up(step, state, bound, batch)
+        memory = measure_memory(step, state, bound, batch)
+        self._done("memory measured")
+        flops, stats = self._count_flops(step, state, bound, batch)
+        fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / max(total_bytes, 1))
+        bound.reset_stats()
+        timing = measure_pairs(
+            step,
+            state,
+            bound,
+            batch,
+            config.timing_pairs,
+            warmup_steps=self.warmup_steps,
+            fifo_fraction=fraction if self.strategy.policy in ("fifo", "none") else None,
+            on_pair=lambda *_: self._done("timing pairs"),
+        )
+        timed_stats = bound.stats
+        self.writer.pairs(timing)
+        ratio, (low, high, _) = statistics.median(timing.ratios), median_interval(timing.ratios)
+        return dataclasses.replace(
+            self.base,
+            status=records.OK,
+            cache_total_bytes=total_bytes,
+            cache_limit_bytes=bound.limit_bytes,
+            cache_peak_bytes=None if timed_stats is None else timed_stats.peak_cached_bytes,
+            step_time_plain_s=statistics.median(timing.plain_s),
+            step_time_s=statistics.median(timing.wrapped_s),
+            time_overhead_pct=100 * (ratio - 1),
+            time_overhead_low_pct=100 * (low - 1),
+            time_overhead_high_pct=100 * (high - 1),
+            recompute_flops_pct=flops.overhead_pct,
+            documented_overhead_pct=records.documented_overhead_pct(fraction),
+            peak_memory_plain_bytes=memory.resident_bytes + memory.step_peak_plain_bytes,
+            peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
+            gradients_identical=parity.gradients_identical,
+            timing=timing,
+            memory=memory,
+            flops=flops,
+            cache=None if stats is None else _cache_record(stats, unit_max_bytes),
+            parity=parity,
+            training=training,
+        )
+
+    def _build(self) -> tuple[TrainStep, Iterator[Batch]]:
+        config = self.config
+        data = build_data(config.dataset)
+        seed_everything(config.seed)
+        model = build_model(config.model, data).to(self.device).train()
+        optimizer = config.optimizer.build(model.parameters())
+        step = TrainStep(model, optimizer, data.loss, self.device, config.autocast)
+        batches = data.batches(config.batch_size, config.seed)
+        self._done("built")
+        return step, (Batch(batch.x.to(self.device), batch.target.to(self.device)) for batch in batches)
+
+    def _analyse(self, step: TrainStep, x: Tensor) -> tuple[int, int, int | None]:
+        """Bytes the model caches without a limit, those of its largest leaf layer, and the limit the budget means."""
+        with step.autocast():
+            total_bytes, unit_max_bytes = recals_with_rngs(-1).analyze(step.model, x)
+        limit_bytes = self.config.budget.limit_bytes(total_bytes) if self.strategy.uses_budget else None
+        log.info("cache: %d bytes in all, %d in the largest layer, limit %s", total_bytes, unit_max_bytes, limit_bytes)
+        self._done("analysed")
+        return total_bytes, unit_max_bytes, limit_bytes
+
+    def _check_parity(self, step: TrainStep, limit_bytes: int | None, batch: Batch) -> ParityRecord:
+        parity = check_parity(step, lambda model: self.strategy.bind(model, limit_bytes), batch, self.config.seed)
+        for line in parity.differences:
+            log.warning("parity: %s", line)
+        self._done("parity checked")
+        return parity
+
+    def _train(
+        self, step: TrainStep, bound: BoundStrategy, first: Batch, others: Iterator[Batch]
+    ) -> TrainingRecord | None:
+        """Learn for real, under the strategy. The first batch is the one that is measured on later."""
+        count = self.config.train_steps
+        seed_everything(self.config.seed)
+        losses: list[float] = []
+        started = time.perf_counter()
+        for index, batch in enumerate(itertools.islice(itertools.chain([first], others), count)):
+            bound.reset_stats()
+            outcome = step(bound, *batch)
+            loss = outcome.loss.item()
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"training diverged: the loss of step {index} is {loss}; a lower optimizer.lr may help"
+                )
+            losses.append(loss)
+            stats = bound.stats
+            self.writer.training_step(index, loss, outcome.step_s, None if stats is None else stats.peak_cached_bytes)
+            self._done("training")
+        if not losses:
+            return None
+        log.info("training: loss %.4g at step 0, %.4g at step %d", losses[0], losses[-1], count - 1)
+        return TrainingRecord(tuple(losses), losses[0], losses[-1], time.perf_counter() - started)
+
+    def _warm_up(self, step: TrainStep, state: StartingState, bound: BoundStrategy, batch: Batch) -> None:
+        for _ in range(self.warmup_steps):
+            for forward in (step.model, bound):
+                state.restore()
+                step(forward, *batch)
+                self._done("warming up")
+
+    def _count_flops(
+        self, step: TrainStep, state: StartingState, bound: BoundStrategy, batch: Batch
+    ) -> tuple[FlopsRecord, Stats | None]:
+        """The FLOPs of a plain and of a wrapped step, and the engine's account of that wrapped step."""
+        plain = count_step_flops(step, state, step.model, batch)
+        bound.reset_stats()
+        wrapped = count_step_flops(step, state, bound, batch)
+        stats = bound.stats
+        self._done("FLOPs counted")
+        return compare_flops(plain, wrapped, None if stats is None else stats.recomputed_flops), stats
+
+    def _done(self, stage: str) -> None:
+        self.progress.advance(stage)
+
+
+def _cache_record(stats: Stats, unit_max_bytes: int) -> CacheRecord:
+    shared = {field.name for field in dataclasses.fields(CacheRecord)} - {"unit_max_bytes"}
+    return CacheRecord(unit_max_bytes=unit_max_bytes, **{name: getattr(stats, name) for name in shared})

@@ -1,0 +1,62 @@
+"""What every test gets: a fixed seed, put-back global state, and a header that says which versions ran."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+SEED = 1234
+
+
+def pytest_report_header() -> list[str]:
+    import hydra
+    import torchvision
+
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return [
+        f"seed {SEED}; torch {torch.__version__}, torchvision {torchvision.__version__}, hydra {hydra.__version__}",
+        f"accelerator {accelerator}; cpus {os.cpu_count()}, torch threads {torch.get_num_threads()}",
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def root_logging() -> Iterator[None]:
+    """Put back the root logger, which a Hydra job configures anew."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def config_store() -> Iterator[None]:
+    """Forget the experiments a test registers with Hydra."""
+    from hydra.core.config_store import ConfigStore
+
+    repo = ConfigStore.instance().repo
+    before = dict(repo.get("experiment", {}))
+    yield
+    repo["experiment"] = before
