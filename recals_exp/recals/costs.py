@@ -103,8 +103,13 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     if own is not None and formula is None:
         return own(shapes)
     assert formula is not None
+    named = {name: _shapes(value) for name, value in kwargs.items()}
     try:
-        return int(formula(*shapes, **{k: _shapes(v) for k, v in kwargs.items()}, out_val=_shapes(outputs)))
+        # torch wraps its formulas in a tree map over shapes, which leaves cyclic garbage; ours are shapes already.
+        inner = getattr(formula, "__wrapped__", None)
+        if inner is not None:
+            return int(inner(*shapes, out_shape=_shapes(outputs), **named))
+        return int(formula(*shapes, **named, out_val=_shapes(outputs)))
     except AttributeError:
         # Formulas registered with get_raw=True read tensors (jagged lengths); shapes of dense tensors serve all others.
         if all(isinstance(leaf, Meta) for leaf in _leaves([*args, *kwargs.values()]) if hasattr(leaf, "shape")):

@@ -177,9 +177,9 @@ def differences(expected: Trace, found: Trace) -> list[str]:
             lines.append(f"{name}: seen in the {side} run only")
         elif expected[name] != found[name]:
             lines.append(f"{name}: {_first_difference(expected[name], found[name])}")
-    for side, trace in (("plain", expected), ("wrapped", found)):
-        if lines and "exception text" in trace:
-            lines.append(f"the {side} run raised: {trace['exception text'][:1000]}")
+    if lines:
+        texts = [(side, trace.get("exception text")) for side, trace in (("plain", expected), ("wrapped", found))]
+        lines[:0] = [f"the {side} run raised: {text[:1000]}" for side, text in texts if text is not None]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"... and {len(lines) - _SHOWN} more differences"]
     return lines

@@ -12,8 +12,10 @@ that a dropped value comes from are really gone, and refusing is all one can do.
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,17 @@ def _told_with_loss(case: Case, call: Call, subject: Subject, note: Notes) -> No
     note.outputs(seen)
 
 
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Whatever is freed inside is freed by reference counting."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 # -- small parts of stories --------------------------------------------------------------------------------------------
 
 
@@ -107,4 +120,8 @@ def parameter_grads(*modules: nn.Module) -> list[Tensor | None]:
 def held(*modules: nn.Module) -> list[Tensor | None]:
     """Every buffer, parameter and parameter gradient."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
-    return [*buffers, *(parameter for module in modules for parameter in module.parameters()), *parameter_grads(*modules)]
+    return [
+        *buffers,
+        *(parameter for module in modules for parameter in module.parameters()),
+        *parameter_grads(*modules),
+    ]

@@ -81,7 +81,9 @@ def test_sizes(size: Any, limit: int | None) -> None:
     assert recals_with_rngs(size).cache_limit_bytes == limit
 
 
-@pytest.mark.parametrize("size", [-2, "-1", "4 GiB extra", "GiB", "", "4XB", "1.5", True, False, 1.5, b"4GiB", "1e9", "4 Gi B", [4]])
+@pytest.mark.parametrize(
+    "size", [-2, "-1", "4 GiB extra", "GiB", "", "4XB", "1.5", True, False, 1.5, b"4GiB", "1e9", "4 Gi B", [4]]
+)
 def test_other_sizes_are_refused(size: Any) -> None:
     with pytest.raises(SizeError, match="cache_limit_size") as raised:
         recals_with_rngs(size)
@@ -102,7 +104,7 @@ def test_policies_by_name_and_by_object() -> None:
     for name, policy in POLICIES.items():
         assert recals_with_rngs(0, policy=name).policy == name
         assert recals_with_rngs(0, policy=policy()).policy == name
-    with pytest.raises(ValueError, match="'lifo' is not known; there are: .*fifo"):
+    with pytest.raises(ValueError, match=r"'lifo' is not known; there are: .*fifo"):
         recals_with_rngs(0, policy="lifo")
     with pytest.raises(TypeError):
         recals_with_rngs(0, "all", "fifo")  # type: ignore[misc]

@@ -159,8 +159,7 @@ def anomaly_mode(call: Call) -> Any:
     x = leaf(8)
     with torch.autograd.detect_anomaly(check_nan=True):
         out = call(deep, x)
-        seen = grads(out, x)
-    return seen
+        return grads(out, x)
 
 
 # -- several live graphs -------------------------------------------------------------------------------------------------
@@ -435,7 +434,9 @@ def test_two_threads_run_backward_of_one_graph_at_once() -> None:
     for _ in range(5):
         outs = recals(fn, x)
         with ThreadPoolExecutor(2) as pool:
-            jobs = [pool.submit(lambda out: torch.autograd.grad(out.sum(), x, retain_graph=True)[0], out) for out in outs]
+            jobs = [
+                pool.submit(lambda out: torch.autograd.grad(out.sum(), x, retain_graph=True)[0], out) for out in outs
+            ]
             found = [job.result(timeout=60) for job in jobs]
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         del outs, jobs

@@ -1,25 +1,20 @@
-"""With everything else people use: checkpoint, save_on_cpu, itself, other modes, torch.func, torch.compile, changing steps."""
+"""With everything else people use: checkpoint, save_on_cpu, itself, grad modes, changing steps and settings."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from parity.harness import Call, Case, check, weighted_sum
 from recals.scenarios import Stories, grads, held, leaf, told, trained
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from torch.utils.flop_counter import FlopCounterMode
 
-from recals_exp.recals import RecalsWarning, UnsupportedError, recals_with_rngs
+from recals_exp.recals import recals_with_rngs
 
 stories = Stories()
 
@@ -371,131 +366,6 @@ def model_rebuilt_between_steps(call: Call) -> Any:
     return seen
 
 
-# -- modes and subclasses ------------------------------------------------------------------------------------------------
-
-
-class Counts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.detach.default:  # autograd's own housekeeping
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@stories
-def dispatch_mode_around_forward(call: Call) -> Any:
-    x = leaf(8)
-    with Counts() as mode:
-        out = call(deep, x)
-    return grads(out, x), mode.seen
-
-
-@stories
-def dispatch_mode_inside(call: Call) -> Any:
-    seen: list[str] = []
-
-    def fn(x: Tensor) -> Tensor:
-        y = deep(x)
-        with Counts() as mode:
-            y = deep(y)
-        seen.extend(mode.seen)
-        return deep(y)
-
-    return told(call, fn, leaf(8)), seen
-
-
-@stories
-def dispatch_mode_around_the_step(call: Call) -> Any:
-    x = leaf(8)
-    with Counts():
-        return grads(call(deep, x), x)
-
-
-@stories
-def function_mode_and_subclass(call: Call) -> Any:
-    from torch.overrides import BaseTorchFunctionMode
-
-    class Named(Tensor):
-        pass
-
-    def fn(x: Tensor) -> Tensor:
-        y = deep(x.as_subclass(Named))
-        with BaseTorchFunctionMode():
-            return deep(y)
-
-    x = leaf(8)
-    out = call(fn, x)
-    assert type(out) is Named
-    return out.as_subclass(Tensor), grads(out.as_subclass(Tensor), x)
-
-
-@stories(bites=False)
-def subclass_with_its_own_dispatch(call: Call) -> Any:
-    """What autograd saves of it is the wrapper, which has no storage: the program's own, outside of the cache."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    weight = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
-
-    def fn(x: Tensor) -> Tensor:
-        y = torch.mm(x.sin(), weight).tanh()
-        return (y.exp() * y).sin().exp().tanh().cos()
-
-    out = call(fn, torch.randn(4, 8))
-    out.sum().backward()
-    assert weight.grad is not None
-    return weight.grad.a, weight.grad.b
-
-
-@stories
-def parametrized_by_hand(call: Call) -> Any:
-    model = mlp(dropout=0.0)
-    weights = {name: (value.detach() * 2).requires_grad_() for name, value in model.named_parameters()}
-
-    def fn(x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, weights, (x,)).exp().sin()
-
-    return grads(call(fn, torch.randn(4, 8)), *weights.values())
-
-
-# -- torch.func ----------------------------------------------------------------------------------------------------------
-
-
-@stories
-def vmap_inside(call: Call) -> Any:
-    model = mlp(dropout=0.0)
-
-    def fn(x: Tensor) -> Tensor:
-        y = torch.func.vmap(lambda row: model(row).exp(), in_dims=1, out_dims=1)(x)
-        return torch.func.vmap(torch.mm)(y[None], y.t()[None]).sin()
-
-    return told(call, fn, leaf(8, 5).t().contiguous().t().detach().requires_grad_()), held(model)
-
-
-@stories
-def vmap_outside(call: Call) -> Any:
-    x = leaf(3, 8)
-    out = torch.func.vmap(lambda row: call(deep, row))(x)
-    return grads(out, x), told(call, deep, leaf(8))
-
-
-@stories
-def forward_mode_outside(call: Call) -> Any:
-    from torch.autograd import forward_ad
-
-    x = leaf(8)
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.filterwarnings("ignore", ".*torch.jit.script")  # said by torch on first use
-        dual = forward_ad.make_dual(x, torch.ones(8))
-        out, tangent = forward_ad.unpack_dual(call(deep, dual))
-        assert tangent is not None
-        tangent = tangent.detach().clone()
-        seen = grads(out, x)
-    return seen, tangent
-
-
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 
@@ -544,7 +414,12 @@ def threads_changed_before_backward(call: Call) -> Any:
     x = leaf(300, 300)
     try:
         torch.set_num_threads(2)
-        out = call(lambda x: F.batch_norm(F.batch_norm(x.sin(), None, None, training=True).exp(), None, None, training=True).cos(), x)
+        out = call(
+            lambda x: F.batch_norm(
+                F.batch_norm(x.sin(), None, None, training=True).exp(), None, None, training=True
+            ).cos(),
+            x,
+        )
         torch.set_num_threads(1)
         out.sum().backward()
     finally:
@@ -572,106 +447,3 @@ def scripted_and_traced_parts(call: Call) -> Any:
 @stories.each()
 def test_composition(case: Case, policy: str, budget: str) -> None:
     check(case, policy, budget)
-
-
-# -- seen from outside ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_parts_run_eagerly_and_say_so_once() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    x = torch.randn(4, 8)
-    model(x).sum().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
-    with _fresh_compiler():
-        model[2] = torch.compile(model[2], backend="eager")
-        recals = recals_with_rngs(4 * 8 * 4)
-        model.zero_grad()
-        with pytest.warns(RecalsWarning, match="compile") as said:
-            for _ in range(3):
-                model.zero_grad()
-                recals(model, x).sum().backward()
-        assert len([warning for warning in said if issubclass(warning.category, RecalsWarning)]) == 1
-    found = [parameter.grad for parameter in model.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))  # type: ignore[arg-type]
-    assert recals.stats.recomputed_values > 0
-
-
-def test_flop_counter_counts_what_is_run_again() -> None:
-    model, x = mlp(16, 4, dropout=0.0), torch.randn(8, 16)
-    with FlopCounterMode(display=False) as plain:
-        model(x).sum().backward()
-    recals = recals_with_rngs(8 * 16 * 4)
-    with FlopCounterMode(display=False) as wrapped:
-        recals(model, x).sum().backward()
-    assert recals.stats.recomputed_flops > 0
-    assert wrapped.get_total_flops() == plain.get_total_flops() + recals.stats.recomputed_flops
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.xfail(
-    raises=TypeError,
-    reason="torch 2.14 traces the gradient of `torch.cond` with the dispatch modes of the program active, and fails by itself "
-    "under any of them, one that does nothing included ('object of type bool has no len()')",
-)
-def test_cond_keeps_its_gradients() -> None:
-    x = leaf(8)
-
-    def fn(x: Tensor) -> Tensor:
-        y = x.sin().exp()
-        z = torch.cond(y.sum() > 0, lambda y: y.exp(), lambda y: y.cos(), (y,))
-        return (z * y).tanh().sin()
-
-    with _fresh_compiler():
-        expected = grads(fn(x), x)
-        for limit in (-1, 64):
-            found = grads(recals_with_rngs(limit)(fn, x), x)
-            assert torch.equal(expected[0], found[0])  # type: ignore[arg-type]
-
-
-def test_profiler_around_a_step() -> None:
-    x = leaf(8)
-    expected = grads(deep(x), x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        found = grads(recals_with_rngs(32)(deep, x), x)
-    assert torch.equal(expected[0], found[0])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian, "vjp"])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_reverse_transforms_of_torch_func_are_refused_with_the_way_out(transform: Any, inside: bool) -> None:
-    """torch.func turns saved-tensor hooks off for its own gradients and says so badly; torch.func.vmap and jvp work."""
-    recals = recals_with_rngs(-1)
-    x = torch.randn(4)
-
-    def energy(x: Tensor) -> Tensor:
-        return deep(x).sum()
-
-    def gradient(fn: Any, x: Tensor) -> Any:
-        return torch.func.vjp(fn, x) if transform == "vjp" else transform(fn)(x)
-
-    with pytest.raises(UnsupportedError, match=r"torch\.func") as raised:
-        if inside:
-            recals(lambda x: gradient(energy, x), x)
-        else:
-            gradient(lambda x: recals(energy, x), x)
-    assert isinstance(raised.value, RuntimeError)
-    assert torch.equal(recals(deep, x.requires_grad_()), deep(x))
-
-
-def test_hooks_disabled_by_the_program_are_refused_with_its_own_words() -> None:
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("no hooks in my house"),
-        pytest.raises(RuntimeError, match="no hooks in my house"),
-    ):
-        recals_with_rngs(-1)(deep, leaf(4))

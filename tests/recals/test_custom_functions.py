@@ -234,7 +234,9 @@ def saves_input_output_intermediates_nothing(call: Call) -> Any:
 
 @stories
 def saves_by_attribute(call: Call) -> Any:
-    return told(call, lambda x: SavesByAttribute.apply(SavesByAttribute.apply(x.sin()).exp()).cos().exp().sin(), leaf(16))
+    return told(
+        call, lambda x: SavesByAttribute.apply(SavesByAttribute.apply(x.sin()).exp()).cos().exp().sin(), leaf(16)
+    )
 
 
 @stories

@@ -105,7 +105,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _differences(plain: dict[str, Any], found: dict[str, Any], recals: Recals) -> list[str]:
-    problems = [f"{key}: {str(found[key])[:80]} instead of {str(plain[key])[:80]}" for key in plain if plain[key] != found[key]]
+    problems = [
+        f"{key}: {str(found[key])[:80]} instead of {str(plain[key])[:80]}" for key in plain if plain[key] != found[key]
+    ]
     stats = recals.stats
     if not stats.recomputed_values:
         problems.append("nothing was recomputed")
@@ -151,7 +153,11 @@ def _rank(rank: int, folder: str) -> None:
     report: dict[str, list[str]] = {}
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S)
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=WORLD,
+            timeout=timedelta(seconds=TIMEOUT_S),
         )
         for name, options in CASES.items():
             plain = _train(rank, lambda fn, *args: fn(*args), outside=True, **options)

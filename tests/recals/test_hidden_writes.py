@@ -32,7 +32,11 @@ def _after_a_cheap_op(layer: nn.Module) -> nn.Module:
 @stories
 def batch_norms(call: Call) -> Any:
     seen = []
-    for layer, size in ((nn.BatchNorm1d(4), (6, 4)), (nn.BatchNorm2d(4), (3, 4, 5, 5)), (nn.BatchNorm3d(4), (2, 4, 3, 3, 3))):
+    for layer, size in (
+        (nn.BatchNorm1d(4), (6, 4)),
+        (nn.BatchNorm2d(4), (3, 4, 5, 5)),
+        (nn.BatchNorm3d(4), (2, 4, 3, 3, 3)),
+    ):
         seen.append(trained(call, _after_a_cheap_op(layer), torch.randn(size)))
     return seen
 

@@ -283,7 +283,9 @@ def python_and_numpy(call: Call) -> Any:
             if random.random() > 0.5:
                 x = x.sin()
             x = (x * random.gauss(0, 1)).exp().tanh()
-            x = x * torch.from_numpy(np.random.rand(8, 8)).float() + torch.tensor(np.random.randn(8), dtype=torch.float32)
+            x = x * torch.from_numpy(np.random.rand(8, 8)).float() + torch.tensor(
+                np.random.randn(8), dtype=torch.float32
+            )
             x = x[torch.tensor(random.sample(range(8), 8))]
         return x.cos()
 

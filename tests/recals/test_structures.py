@@ -132,7 +132,9 @@ def generator_functions(call: Call) -> Any:
 
 @stories
 def frozen_parts(call: Call) -> Any:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()
+    )
     for part in model[:4]:
         part.requires_grad_(False)
     return trained(call, model, torch.randn(4, 8))
@@ -247,7 +249,12 @@ def odd_strides(call: Call) -> Any:
 def strides_kept_by_ops_and_lost_by_others(call: Call) -> Any:
     def fn(x: Tensor) -> Any:
         y = x.t().sin()
-        return (y * y).exp(), y.contiguous().cos().exp(), torch.empty_like(y).copy_(y).exp() * y, (y @ y.t()).tanh().sin()
+        return (
+            (y * y).exp(),
+            y.contiguous().cos().exp(),
+            torch.empty_like(y).copy_(y).exp() * y,
+            (y @ y.t()).tanh().sin(),
+        )
 
     out = call(fn, x := leaf(6, 9))
     return out, grads(out, x)
@@ -270,7 +277,12 @@ def empty_and_scalar_tensors(call: Call) -> Any:
     def fn(x: Tensor, nothing: Tensor) -> Any:
         y = (x.sin() * 3).exp()
         z = torch.cat([nothing.sin().exp(), y[None]]) * torch.zeros(0, 5).sum()
-        return y * y, z.cos(), (nothing.exp() * nothing).sum() + y.tanh(), torch.zeros(3, 0).exp() @ torch.ones(0, 2) * y
+        return (
+            y * y,
+            z.cos(),
+            (nothing.exp() * nothing).sum() + y.tanh(),
+            torch.zeros(3, 0).exp() @ torch.ones(0, 2) * y,
+        )
 
     x, nothing = torch.randn(()).requires_grad_(), torch.randn(0).requires_grad_()
     return told(call, fn, x, nothing)
@@ -489,7 +501,9 @@ def global_module_hooks(call: Call) -> Any:
     fired: list[str] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: fired.append(type(m).__name__))
     try:
-        return trained(call, nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)), fired
+        return trained(
+            call, nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+        ), fired
     finally:
         handle.remove()
 

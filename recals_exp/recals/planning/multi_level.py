@@ -115,10 +115,10 @@ class MultiLevel:
         return self._from(self.segments.rebuild_cost[s, t], self._units(self.segments.needed_bytes[s, t]))
 
     def _option_row(self, option: Option, s: int, t: int) -> NDArray[np.float32]:
-        units = self._units(option.keep_bytes) + self._asked(s + 1, t, s)
+        units = self._units(option.keep_bytes(t)) + self._asked(s + 1, t, s)
         run_cost = option.last_run_cost if s + 1 == t else option.run_cost
         row = self._shifted(self.R[s + 1, t], units) + (run_cost + option.rest_cost)
-        row[: min(self._units(option.keep_bytes + option.rest_bytes), self.levels + 1)] = _INF
+        row[: min(self._units(option.keep_bytes(s + 1) + option.rest_bytes), self.levels + 1)] = _INF
         return row
 
     def _border_choices(self, s: int, t: int) -> NDArray[np.float32]:
@@ -146,9 +146,9 @@ class MultiLevel:
         rows = []
         for option in self.options[s]:
             unasked = self._units(option.unasked_bytes)
-            row = self._shifted(self.F[s + 1], self._units(option.keep_bytes) + unasked + self._asked(s + 1, n, s))
+            row = self._shifted(self.F[s + 1], self._units(option.keep_bytes(n)) + unasked + self._asked(s + 1, n, s))
             row = row + option.rest_cost
-            row[: min(unasked + self._units(option.keep_bytes + option.rest_bytes), levels + 1)] = _INF
+            row[: min(unasked + self._units(option.keep_bytes(s + 1) + option.rest_bytes), levels + 1)] = _INF
             rows.append(row)
         for at in range(s + 1, n + 1):
             rows.append(self._shifted(self._shifted(self.F[at], self._asked(at, n, s)) + self.E[s, at], self._unasked(s, at)))
@@ -171,7 +171,7 @@ class MultiLevel:
                 wishes[FORWARD].update(option.keep)
                 wishes[FORWARD].update(option.reads)
                 self._wish_rest(wishes, option, s)
-                m -= self._units(option.keep_bytes) + self._units(option.unasked_bytes) + self._asked(s + 1, n, s)
+                m -= self._units(option.keep_bytes(n)) + self._units(option.unasked_bytes) + self._asked(s + 1, n, s)
                 at = s + 1
             else:
                 at = s + 1 + choice - len(self.options[s])
@@ -215,7 +215,7 @@ class MultiLevel:
                 option = self.options[s][choice - 1]
                 now.update(option.keep)
                 self._wish_rest(wishes, option, s)
-                m -= self._units(option.keep_bytes) + self._asked(s + 1, t, s)
+                m -= self._units(option.keep_bytes(t)) + self._asked(s + 1, t, s)
                 at = s + 1
             else:
                 at = s + choice - len(self.options[s])

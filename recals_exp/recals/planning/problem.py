@@ -97,17 +97,7 @@ class Problem:
         return Problem(self.record, self.limit_bytes, lazy)
 
     def _read_events(self, lazy: Mapping[int, tuple[int, ...]]) -> None:
-        homes: dict[int, list[int]] = defaultdict(list)
-        position = 0
-        dead: set[int] = set()
-        for kind, index in self.record.forward_events:
-            if kind == "op":
-                position = index
-            elif kind == "save":
-                homes[index].append(position)
-                dead.discard(index)
-            else:
-                dead.add(index)
+        homes, dead = self._homes()
         self.fetch_value: list[int] = []
         self.fetch_home: list[int] = []
         self.fetch_time: list[int] = []  # the fetch's number in the whole problem, should this one be reduced
@@ -138,6 +128,38 @@ class Problem:
         for j, freed in enumerate(self.frees):
             for value in freed:
                 self.freed_at[value] = j
+
+    def _homes(self) -> tuple[dict[int, list[int]], set[int]]:
+        """For each value the homes of its saves, in order; and the values without a handle when forward ends.
+
+        Autograd saves an op's inputs before it runs and its results after: a save between op p and op p + 1 belongs to p
+        if it is the first of something p made, else to p + 1. A single save of what p made and p + 1 reads could be
+        either; it is taken for an input.
+        """
+        ops = self.record.ops
+        homes: dict[int, list[int]] = defaultdict(list)
+        dead: set[int] = set()
+        position = -1
+        first: dict[int, int] = {}  # since the last op: value p made -> where in its homes the first save stands
+        for kind, index in self.record.forward_events:
+            if kind == "op":
+                for value, at in first.items():
+                    if value in ops[index].inputs:
+                        homes[value][at] = index
+                first.clear()
+                position = index
+            elif kind == "save":
+                dead.discard(index)
+                if self.producer[index] == position and index not in first:
+                    first[index] = len(homes[index])
+                    homes[index].append(position)
+                else:
+                    if index in first and first[index] == len(homes[index]) - 1:
+                        first[index] = len(homes[index])  # two saves: the first is a result's, the second an input's
+                    homes[index].append(min(position + 1, len(ops) - 1))
+            else:
+                dead.add(index)
+        return homes, dead
 
     def _find_relevant(self) -> None:
         """Ops and values that some fetch may need, and the last fetch that may need each value."""

@@ -31,8 +31,8 @@ from .problem import FORWARD, Problem
 class Option:
     """One way to keep a segment from its (re-)run until its backward: hold ``keep``, rebuild the rest when it comes."""
 
-    keep: tuple[int, ...]  # values made in the segment and asked for only there
-    keep_bytes: int
+    keep: tuple[int, ...]  # values made in the segment and asked for there
+    kept: tuple[tuple[int, int], ...]  # (bytes, next segment that asks too) of each
     run_cost: float  # re-running the segment for `keep` and the border to its right
     last_run_cost: float  # the same without that border: nothing to the right needs it
     rest: tuple[int, ...]  # rebuilt in one go at the first miss; () = each by itself at its fetch
@@ -40,6 +40,10 @@ class Option:
     rest_cost: float
     reads: tuple[int, ...]  # what rebuilding the rest reads of the left border
     unasked_bytes: int  # ... and backward itself never asks for
+
+    def keep_bytes(self, t: int) -> int:
+        """Bytes of ``keep`` in a range that ends at ``t``, without what the border to the right holds anyway."""
+        return sum([nbytes for nbytes, next_asked in self.kept if next_asked >= t])
 
 
 @dataclass(slots=True)
@@ -262,18 +266,20 @@ def segment_options(
             continue
         there = {*keep, *across}
         rest = tuple(v for v in own if v not in there)
-        keep_bytes = sum(problem.nbytes[v] for v in keep)
+        kept = tuple(
+            (problem.nbytes[v], segments.asked_in[v][1] if len(segments.asked_in[v]) > 1 else segments.n) for v in keep
+        )
         run_cost, _ = _cost_inside(problem, segments, k, (*keep, *right), ())
         last_run_cost, _ = _cost_inside(problem, segments, k, keep, across)
         together, read = _cost_inside(problem, segments, k, rest, there)
         unasked_bytes = sum(problem.nbytes[v] for v in read if not any(a >= k for a in segments.asked_in[v]))
         rest_bytes = sum(problem.nbytes[v] for v in rest)
         options[keep, True] = Option(
-            keep, keep_bytes, run_cost, last_run_cost, rest, rest_bytes, together, tuple(sorted(read)), unasked_bytes
+            keep, kept, run_cost, last_run_cost, rest, rest_bytes, together, tuple(sorted(read)), unasked_bytes
         )
         if rest:
             alone = sum(
                 _cost_inside(problem, segments, k, (v,), there)[0] * len(problem.fetches_of[v]) for v in rest
             )
-            options[keep, False] = Option(keep, keep_bytes, run_cost, last_run_cost, (), 0, alone, tuple(sorted(read)), unasked_bytes)
+            options[keep, False] = Option(keep, kept, run_cost, last_run_cost, (), 0, alone, tuple(sorted(read)), unasked_bytes)
     return list(options.values())
