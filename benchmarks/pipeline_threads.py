@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from recals_exp.pipeline import ModelPipeline, forward_orders, format_grid, ideal_efficiency, simulate
+from recals_exp.pipeline import ModelPipeline, format_grid, forward_orders, ideal_efficiency, simulate
 
 
 class Sleep(nn.Module):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import RecalsError
 from .graph import Op, Value
+from .policies.base import StepPolicy
 
 if TYPE_CHECKING:
     from .policies.base import Policy
@@ -62,6 +63,9 @@ class Cache:
     def __init__(self, limit_bytes: int | None, policy: Policy, executor: Executor) -> None:
         self.limit_bytes = limit_bytes
         self.policy = policy
+        self.calls_running = 0
+        self.discard_after_schedule: list[Value] = []  # what a plan lets go of in the replay that is about to run
+        self._stepper = policy if isinstance(policy, StepPolicy) else None
         self._watcher = policy if policy.watches else None
         self.executor = executor
         self.lock = threading.RLock()
@@ -134,6 +138,13 @@ class Cache:
                     self._watcher.freed(self, value)
                 if self.trace is not None:
                     self.trace.append(("free", value, ""))
+                if not self.live:
+                    self.maybe_ended()
+
+    def maybe_ended(self) -> None:
+        """Nothing is cached and no call is running: the step is over."""
+        if self._stepper is not None and not self.live and not self.calls_running:
+            self._stepper.ended(self)
 
     def replace(self, old: Value, new: Value, payload: Any) -> None:
         """An in-place op made version ``new`` of the storage of ``old``: handles ask for the new one from now on."""
@@ -252,17 +263,22 @@ class Cache:
     def _rebuild(self, missed: Value) -> Any:
         """Re-run what ``missed`` needs, and what the policy wants rebuilt along with it."""
         self._put_down()
+        made: set[Value] = set()
         targets = dict.fromkeys(self.policy.targets(self, missed))
         targets[missed] = None
         env, tape = self.schedule(targets)
+        working_before = self.working_bytes
+        outer, self.busy = self.busy, env
+        discards, self.discard_after_schedule = self.discard_after_schedule, []
+        for value in discards:  # their bytes may still feed this replay
+            if value in self.held:
+                self.drop(value)
+                made.add(value)
         last_use: dict[Value, int] = {}
         for i, (op, _) in enumerate(tape):
             for value in op.inputs:
                 last_use[value] = i
         self.replays += 1
-        outer, self.busy = self.busy, env
-        made: set[Value] = set()
-        working_before = self.working_bytes
         try:
             with self.executor.replaying():
                 for i, (op, wanted) in enumerate(tape):

@@ -66,6 +66,9 @@ class OpCost:
 NOMINAL = Machine("nominal", flops_per_s=1e13, narrow_flops_per_s=4e13, bytes_per_s=1e12, op_s=2e-6)
 """Between a CPU (about 5 to 10 FLOP per byte) and an accelerator (15 and more): 10 FLOP per byte."""
 
+_FLOPS: dict[tuple[torch._ops.OpOverload, str], int] = {}
+_FLOPS_KEPT = 100_000  # signatures; a program whose shapes never repeat must not grow for ever
+
 _FREE = OpCost(0, 0, 0.0)
 
 
@@ -104,12 +107,17 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
         return own(shapes)
     assert formula is not None
     named = {name: _shapes(value) for name, value in kwargs.items()}
+    out = _shapes(outputs)
+    # Once per signature: torch's formulas map trees, which leaves cyclic garbage.
+    key = (func, repr((shapes, named, out)))
+    known = _FLOPS.get(key)
+    if known is not None:
+        return known
     try:
-        # torch wraps its formulas in a tree map over shapes, which leaves cyclic garbage; ours are shapes already.
-        inner = getattr(formula, "__wrapped__", None)
-        if inner is not None:
-            return int(inner(*shapes, out_shape=_shapes(outputs), **named))
-        return int(formula(*shapes, **named, out_val=_shapes(outputs)))
+        found = int(formula(*shapes, **named, out_val=out))
+        if len(_FLOPS) < _FLOPS_KEPT:
+            _FLOPS[key] = found
+        return found
     except AttributeError:
         # Formulas registered with get_raw=True read tensors (jagged lengths); shapes of dense tensors serve all others.
         if all(isinstance(leaf, Meta) for leaf in _leaves([*args, *kwargs.values()]) if hasattr(leaf, "shape")):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .analysis import module_state_restored
 from .facts import all_tensors
 from .graph import Op, Value
 from .record import SOURCE, OpRecord, TapeRecord, ValueRecord
+from .structure import output_tensors
 from .tape import TensorOp
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def record_of(trace: Trace, external: Iterable[Value] = (), device: str = "cpu")
                 cost.flops if cost is not None else 0,
                 tuple(ids[value] for value in op.inputs if value in ids),
                 tuple(ids[value] for value in outputs),
+                tuple(value.index for value in outputs),
             )
         )
     for value in sources:
@@ -116,7 +117,7 @@ def profile_step(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any)
         recals.cache.trace = trace
         out = recals(fn, *args, **kwargs)
         roots = [tensor for tensor in output_tensors(out) if tensor.requires_grad]
-        external = _values_of(recals, roots)
+        external = recals._values_of(out)
         try:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -126,25 +127,3 @@ def profile_step(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any)
     recals.cache.trace = None
     device = roots[0].device.type if roots else "cpu"
     return record_of(trace, external, device)
-
-
-def output_tensors(out: Any) -> list[Tensor]:
-    """The tensors in what a model returned: nested containers, dataclasses, objects with ``to_tuple``."""
-    if isinstance(out, (Tensor, list, tuple, dict)):
-        return [t for part in _parts(out) for t in output_tensors(part)] if not isinstance(out, Tensor) else [out]
-    if hasattr(out, "__dataclass_fields__"):
-        return [t for name in out.__dataclass_fields__ for t in output_tensors(getattr(out, name))]
-    return []
-
-
-def _parts(out: Any) -> Iterable[Any]:
-    return out.values() if isinstance(out, dict) else out
-
-
-def _values_of(recals: Recals, tensors: Iterable[Tensor]) -> list[Value]:
-    found: list[Value] = []
-    for tensor in tensors:
-        value = recals.registry.get(id(tensor.untyped_storage()))
-        if value is not None:
-            found.append(value)
-    return found

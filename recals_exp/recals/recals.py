@@ -15,13 +15,15 @@ from .cache import Cache, Stats
 from .door import call_key, check_supported, refuse_function_transforms
 from .errors import CacheLimitError, SizeError
 from .facts import OpFacts
+from .graph import Value
 from .handles import unpack
-from .policies import Policy, make_policy
+from .policies import Policy, StepPolicy, make_policy
 from .randomness import GpuDevices, SavedGenerators
 from .recorder import Recorder, Session
 from .replay import Replayer
 from .sizes import format_bytes, parse_bytes
-from .tape import Registry
+from .structure import output_tensors, step_key
+from .tape import Registry, TensorValue
 
 T = TypeVar("T")
 AUDITS = ("first", "always", "off")
@@ -77,21 +79,41 @@ class Recals:
         """
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return fn(*args, **kwargs)
+        cache = self.cache
+        stepper = cache.policy if isinstance(cache.policy, StepPolicy) else None
+        if stepper is not None and not cache.live and not cache.calls_running:
+            stepper.began(cache, step_key(fn, args, kwargs), self.next_seq)
         session = Session()
         self.cache.peak_pinned_bytes = self.cache.pinned_bytes
         recorder = self._recorder(fn, session)
+        cache.calls_running += 1
         try:
             with saved_tensors_hooks(recorder.pack, unpack), recorder:
                 out = fn(*args, **kwargs)
+            if stepper is not None:
+                stepper.returned(self._values_of(out))
         except RuntimeError as error:
             refuse_function_transforms(error)
             raise
+        finally:
+            cache.calls_running -= 1
+            cache.maybe_ended()
         recorder.finish()
         limit, largest, layer = self.cache.limit_bytes, session.largest_bytes, session.largest_layer
         if limit is not None and max(largest, self.cache.peak_pinned_bytes) > limit and self.refuses:
             del out, recorder, session  # nothing of the call may live on in the error's traceback
             self._refuse(limit, largest, layer)
         return out
+
+    def _values_of(self, out: Any) -> list[Value]:
+        """The values that the outputs of a call hold."""
+        found = []
+        for tensor in output_tensors(out):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                value = self.registry.get(id(tensor.untyped_storage()))
+                if type(value) is TensorValue:
+                    found.append(value)
+        return found
 
     def analyze(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Analysis:
         """What ``fn(*args, **kwargs)`` would cache. Runs forward once with gradients enabled, storing nothing.

@@ -61,6 +61,7 @@ class OpRecord:
     flops: int  # multiply-adds counted as two, 0 where torch has no formula
     inputs: tuple[int, ...]  # ids of the non-source values it reads, each once
     outputs: tuple[int, ...]  # ids of the values it makes, saved or not
+    results: tuple[int, ...] = ()  # which result each output is (negative: a written argument); (): 0, 1, 2, ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ class TapeRecord:
                 "forward_cost": self.forward_cost,
                 "backward_cost": self.backward_cost,
                 "values": [[v.nbytes, v.producer, v.saved, v.pinned, v.external, v.layer] for v in self.values],
-                "ops": [[o.name, o.layer, o.cost, o.flops, list(o.inputs), list(o.outputs)] for o in self.ops],
+                "ops": [
+                    [o.name, o.layer, o.cost, o.flops, list(o.inputs), list(o.outputs), list(o.results)]
+                    for o in self.ops
+                ],
                 "forward_events": self.forward_events,
                 "backward_events": self.backward_events,
             },
@@ -152,8 +156,8 @@ class TapeRecord:
             cost_unit=data["cost_unit"],
             values=tuple(ValueRecord(*fields) for fields in data["values"]),
             ops=tuple(
-                OpRecord(name, layer, cost, flops, tuple(inputs), tuple(outputs))
-                for name, layer, cost, flops, inputs, outputs in data["ops"]
+                OpRecord(name, layer, cost, flops, tuple(inputs), tuple(outputs), tuple(results))
+                for name, layer, cost, flops, inputs, outputs, results in data["ops"]
             ),
             forward_events=tuple((kind, index) for kind, index in data["forward_events"]),
             backward_events=tuple((kind, index) for kind, index in data["backward_events"]),

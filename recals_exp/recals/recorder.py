@@ -351,6 +351,7 @@ class Recorder(RecorderMode):
         old, storage = write.old, write.storage
         pin = old.pin
         pin.version += 1
+        must_keep = False
         new: TensorValue | Source
         if op is not None and not write.is_leaf and (type(old) is TensorValue or write.whole):
             new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version)
@@ -359,14 +360,16 @@ class Recorder(RecorderMode):
         else:
             # A leaf stays a leaf: its bytes are the program's. Anything else can no longer be made again.
             new = Source(storage, pin, write.is_leaf)
-            if old.handles and not write.is_leaf:
-                new.keep(storage, self.cache)
+            must_keep = old.handles > 0 and not write.is_leaf
+            new.pinned = must_keep
         new.slot = old.slot
         slot = None if old.slot is None else old.slot()
         if slot is not None:
             slot.latest = new
         self.registry[id(storage)] = new
         self.cache.replace(old, new, storage)
+        if must_keep and isinstance(new, Source):
+            new.keep(storage, self.cache)
         return new.producer is not None
 
     def finish(self) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .graph import Op, Value
 from .policies import Policy, make_policy
 from .record import SOURCE, TapeRecord
+
+if TYPE_CHECKING:
+    from .planning.plan import Plan
 
 _TOKEN = object()
 
@@ -138,3 +141,36 @@ def _release(cache: Cache, value: Value) -> None:
         cache.release(value)
     if value.pinned:
         cache.unpin(value.nbytes)
+
+
+def plan_of(record: TapeRecord, limit_bytes: int, policy: str | Policy) -> Plan:
+    """What a policy does on a recorded step, written down as a plan: a rival for the planner."""
+    from .planning.plan import Plan, Step
+
+    adder = _Adder()
+    chosen = make_policy(policy)
+    cache = Cache(limit_bytes, chosen, adder)
+    values = _values(record)
+    ids: dict[Value, int] = {value: i for i, value in enumerate(values)}
+    for kind, index in record.forward_events:
+        if kind == "save":
+            cache.save(values[index], _TOKEN)
+        elif kind == "free":
+            _release(cache, values[index])
+    free = {i for i, entry in enumerate(record.values) if entry.external or entry.pinned or entry.producer == SOURCE}
+    keep = sorted(ids[value] for value in cache.held if ids[value] not in free)
+    steps: list[Step] = []
+    nth: dict[int, int] = {}
+    for event, index in record.backward_events:
+        if event == "free":
+            _release(cache, values[index])
+            continue
+        before, replays = set(cache.held), cache.replays
+        cache.fetch(values[index])
+        if cache.replays == replays:
+            continue
+        discard = sorted(ids[value] for value in before - set(cache.held) if ids[value] not in free)
+        hold = sorted(ids[value] for value in set(cache.held) - before if ids[value] not in free)
+        steps.append(Step(index, nth.get(index, 0), tuple(discard), tuple(hold)))
+        nth[index] = nth.get(index, 0) + 1
+    return Plan(record.signature, limit_bytes, chosen.name, tuple(keep), tuple(steps), record.overhead_pct(adder.cost))

@@ -249,7 +249,11 @@ class Constant:
 
     def meta(self) -> Meta:
         nested = self._tensor.is_nested
-        return Meta((self._tensor.numel(),), self._tensor.itemsize) if nested else _meta(self._tensor.shape, self._tensor.dtype)
+        return (
+            Meta((self._tensor.numel(),), self._tensor.itemsize)
+            if nested
+            else _meta(self._tensor.shape, self._tensor.dtype)
+        )
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:

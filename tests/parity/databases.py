@@ -130,12 +130,13 @@ def _first(samples: Iterable[Any], full: bool) -> list[Any]:
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
-ORDER = ("wrong", "unsteady", "refused", "node", "pinned", "exact", "saves nothing")
+ORDER = ("wrong", "unsteady", "refused", "warnings", "node", "pinned", "exact", "saves nothing")
 """Verdicts, the worst first.
 
-- ``wrong``: something differs.
+- ``wrong``: something differs that is not one of the following.
 - ``unsteady``: plain PyTorch does not reproduce itself.
 - ``refused``: an error of ours where plain works.
+- ``warnings``: only the warnings differ: some are said again.
 - ``node``: exact, but autograd's node has another type name; PyTorch itself chooses it under any dispatch mode, one that
   does nothing included (that is checked, not believed).
 - ``pinned``: exact, and some value cannot be rebuilt: it is held whatever the limit says.
@@ -174,7 +175,7 @@ def judge_module(info: ModuleInfo, full: bool = False) -> Verdict:
     return judge(info.name, module_cases(info, full), lambda case: True)
 
 
-def judge(name: str, cases: Iterator[Case], wants_middle: Callable[[Case], bool]) -> Verdict:
+def judge(name: str, cases: Iterable[Case], wants_middle: Callable[[Case], bool]) -> Verdict:
     """Everything dropped and rebuilt; then, where wanted, at half of what the case caches.
 
     Case number k runs under policy number k modulo how many there are.
@@ -219,13 +220,17 @@ def _judge_at_the_middle(verdict: Verdict, case: Case, policy: str, expected: Tr
     verdict.add(case, kind, details)
 
 
-def judge_other(name: str, cases: Iterator[Case], call: Callable[..., Any]) -> Verdict:
-    """The same comparison for another way of calling."""
+def judge_other(name: str, cases: Iterable[Case], call: Callable[..., Any]) -> Verdict:
+    """The same comparison for another way of calling. An error of its own counts as a refusal, whatever its type."""
     verdict = Verdict(name)
     for case in cases:
         expected = run(case, plain)
+        found = run(case, call)
+        kind, details = compare(case, expected, found)
+        if kind == "wrong" and expected["exception"] == freeze(None) != found["exception"]:
+            kind = "refused"
         verdict.samples += 1
-        verdict.add(case, *compare(case, expected, run(case, call)))
+        verdict.add(case, kind, details)
     return verdict
 
 
@@ -237,6 +242,8 @@ def compare(case: Case, expected: Trace, found: Trace) -> tuple[str, list[str]]:
         return "unsteady", unsteady[:2]
     if not differences(without_nodes(expected), without_nodes(found)) and not differences(found, run(case, under_a_mode)):
         return "node", lines[:1]
+    if differences({**expected, "warnings": None}, {**found, "warnings": None}) == []:
+        return "warnings", lines
     raised = found["exception"]
     if raised != freeze(None) and raised.items[0][1].strip("'") in _OUR_ERRORS:
         return "refused", [str(found.get("exception text"))[:300]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,9 @@ def freeze(value: Any, versions: bool = True, depth: int = 0) -> Any:
 
 
 def freeze_tensor(tensor: Tensor, versions: bool = True) -> FrozenTensor:
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        if tensor.layout is not torch.strided:
+            warnings.simplefilter("ignore")  # the beta notices of sparse layouts, for looking at them
         return FrozenTensor(
             kind=type(tensor).__name__,
             dtype=str(tensor.dtype),
@@ -198,6 +201,8 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str:
         if expected.kind != found.kind:
             return f"{at}plain {_brief(expected)}, wrapped {_brief(found)}"
         keys, others = [key for key, _ in expected.items], [key for key, _ in found.items]
+        if len(keys) != len(others) and expected.kind in ("builtins.list", "builtins.tuple"):
+            return f"{at}plain has {len(keys)} items, wrapped has {len(others)}"
         if keys != others:
             return f"{at}plain has {keys}, wrapped has {others}"
         for (key, one), (_, other) in zip(expected.items, found.items, strict=True):
@@ -228,4 +233,6 @@ def _brief(value: Any) -> str:
         return f"a {value.kind}"
     if isinstance(value, FrozenTensor):
         return f"a {value.dtype} tensor {list(value.shape)}"
+    if isinstance(value, str):  # a frozen atom: its repr
+        return value[:200]
     return repr(value)[:200]

@@ -274,9 +274,12 @@ RECURRENT = [
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def _needs(package: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'recals-exp[parity]'")
+    return pytest.mark.skipif(not has(package), reason=f"{package} is not installed: pip install 'recals-exp[parity]'")
 
 
 def _from_config(architecture: str, config: str, **settings: Any) -> Callable[[], nn.Module]:

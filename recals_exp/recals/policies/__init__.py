@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .base import Policy
+from .base import Policy, StepPolicy
 from .dtr import Dtr
 from .fifo import Fifo
+from .planned import Planned
 
-POLICIES: dict[str, type[Policy]] = {Fifo.name: Fifo, Dtr.name: Dtr}
+POLICIES: dict[str, type[Policy]] = {Fifo.name: Fifo, Dtr.name: Dtr, Planned.name: Planned}
 """Every policy by name: what ``policy=`` accepts, and what the conformance suite runs over."""
 
 
@@ -23,4 +24,4 @@ def make_policy(policy: str | Policy) -> Policy:
     return POLICIES[policy]()
 
 
-__all__ = ["POLICIES", "Dtr", "Fifo", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Dtr", "Fifo", "Planned", "Policy", "StepPolicy", "make_policy"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from ..graph import Value
@@ -45,3 +45,22 @@ class Policy(ABC):
     @abstractmethod
     def freed(self, cache: Cache, value: Value) -> None:
         """The last handle of ``value`` died."""
+
+
+class StepPolicy(Policy):
+    """A policy that wants to know where a step begins and ends.
+
+    A step runs from a call made while nothing is cached to the death of the last handle.
+    """
+
+    @abstractmethod
+    def began(self, cache: Cache, key: Hashable, first_seq: int) -> None:
+        """A step begins with a call of the kind ``key``; its first op will have the number ``first_seq``."""
+
+    @abstractmethod
+    def returned(self, values: Iterable[Value]) -> None:
+        """A call has returned; ``values`` belong to its outputs, which the caller holds."""
+
+    @abstractmethod
+    def ended(self, cache: Cache) -> None:
+        """The last handle has died."""

@@ -1,0 +1,237 @@
+"""Planned: watch one step, plan it, follow the plan while the same step comes again.
+
+The first step of a kind (same callable, same shapes) runs under ``Dtr`` while its tape is traced. From the trace a plan is
+made in the background (``planning/``), so that training does not stall; steps until then stay with ``Dtr``. A step that
+departs from its plan is noticed at the first saved value that is not where the plan has it: the rest of it runs under
+``Dtr``, exactly as ever, and the kind is traced anew the next time.
+
+Plans may cost time, never exactness: what to hold is all that a plan says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from ..graph import Value
+from ..record import TapeRecord
+from .base import StepPolicy
+from .dtr import Dtr
+
+if TYPE_CHECKING:
+    from ..cache import Cache
+    from ..planning.plan import Plan, Step
+
+Planner = Callable[[TapeRecord, int], "Plan"]
+
+
+class Route:
+    """A plan laid over the tape it was made for: where each value of the plan is on the tape."""
+
+    __slots__ = ("places", "plan", "record", "values")
+
+    def __init__(self, record: TapeRecord, plan: Plan) -> None:
+        self.record = record
+        self.plan = plan
+        self.values: dict[tuple[int, int], tuple[int, int]] = {}  # (op, result) -> (id, bytes)
+        self.places: list[tuple[int, int] | None] = [None] * len(record.values)  # id -> (op, result)
+        for op_id, op in enumerate(record.ops):
+            for value_id, index in zip(op.outputs, op.results or range(len(op.outputs)), strict=True):
+                self.values[op_id, index] = (value_id, record.values[value_id].nbytes)
+                self.places[value_id] = (op_id, index)
+
+
+class _Kind:
+    """One kind of step."""
+
+    __slots__ = ("departures", "is_planning", "route")
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self.is_planning = False
+        self.departures = 0
+
+
+@final
+class Planned(StepPolicy):
+    """``planner`` maps a record and a limit to a plan; by default ``planning.planner.make_plan``.
+
+    ``waits``: plan in the step that needs it instead of in the background (repeatable, for tests and benchmarks).
+    """
+
+    name: ClassVar[str] = "planned"
+    watches: ClassVar[bool] = True
+
+    def __init__(self, planner: Planner | None = None, waits: bool = False) -> None:
+        self._planner = planner or default_planner
+        self._waits = waits
+        self._fallback = Dtr()
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._kind: _Kind | None = None
+        self._route: Route | None = None  # in force for the present step
+        self._first_seq = 0
+        self._values: dict[int, Value] = {}  # id -> value, of the present step
+        self._nth: dict[int, int] = {}  # misses of each id so far
+        self._step: Step | None = None
+        self._hold: frozenset[Value] = frozenset()
+        self._external: list[Value] = []
+        self.steps_followed = 0
+        self.steps_departed = 0
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def began(self, cache: Cache, key: Hashable, first_seq: int) -> None:
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+        self._kind = kind
+        self._first_seq = first_seq
+        self._route = kind.route
+        if kind.route is None and not kind.is_planning and cache.limit_bytes is not None:
+            cache.trace = []
+
+    def returned(self, values: Iterable[Value]) -> None:
+        self._external.extend(values)
+
+    def ended(self, cache: Cache) -> None:
+        kind, trace = self._kind, cache.trace
+        if self._route is not None:
+            self.steps_followed += 1
+        external, self._external = self._external, []
+        self._clear()
+        cache.trace = None
+        if kind is None or trace is None or cache.limit_bytes is None:
+            return
+        from ..profiling import record_of
+
+        record = record_of(trace, external)
+        trace.clear()
+        room = cache.limit_bytes - cache.peak_pinned_bytes
+        if not record.backward_events or record.cache_total_bytes <= room:
+            return
+        kind.is_planning = True
+        if self._waits:
+            self._plan(kind, record, room)
+        else:
+            threading.Thread(target=self._plan, args=(kind, record, room), name="recals-planner", daemon=True).start()
+
+    def _plan(self, kind: _Kind, record: TapeRecord, limit_bytes: int) -> None:
+        try:
+            kind.route = Route(record, self._planner(record, limit_bytes))
+        finally:
+            kind.is_planning = False
+
+    def install(self, key: Hashable, record: TapeRecord, plan: Plan) -> None:
+        """Follow ``plan`` in steps of the kind ``key`` from now on."""
+        kind = self._kinds.setdefault(key, _Kind())
+        kind.route = Route(record, plan)
+
+    def _clear(self) -> None:
+        self._route = None
+        self._kind = None
+        self._values.clear()
+        self._nth.clear()
+        self._step = None
+        self._hold = frozenset()
+
+    def _depart(self) -> None:
+        """The step is not the planned one: go on without a plan, and trace this kind again next time."""
+        self._route = None
+        self._values.clear()
+        self.steps_departed += 1
+        if self._kind is not None:
+            self._kind.route = None
+
+    def route(self) -> Route | None:
+        """The plan in force for the present step, or the last one made."""
+        routes = [kind.route for kind in self._kinds.values() if kind.route is not None]
+        return self._route or (routes[-1] if routes else None)
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    def keeps(self, cache: Cache, value: Value) -> bool:
+        route = self._route
+        if route is not None:
+            known = route.values.get((value.position - self._first_seq, value.index))
+            if known is not None and known[1] == value.nbytes and route.record.values[known[0]].saved:
+                self._values[known[0]] = value
+                return known[0] in route.plan.keep_set
+            self._depart()
+        return self._fallback.keeps(cache, value)
+
+    def victim(self, cache: Cache, incoming: Value) -> Value | None:
+        if self._route is not None:
+            self._depart()
+        return self._fallback.victim(cache, incoming)
+
+    def targets(self, cache: Cache, missed: Value) -> Iterable[Value]:
+        self._step, self._hold = None, frozenset()
+        route = self._route
+        if route is None:
+            return self._fallback.targets(cache, missed)
+        known = route.values.get((missed.position - self._first_seq, missed.index))
+        if known is None:
+            self._depart()
+            return self._fallback.targets(cache, missed)
+        nth = self._nth.get(known[0], 0)
+        self._nth[known[0]] = nth + 1
+        step = route.plan.step_by_miss.get((known[0], nth))
+        if step is None:
+            return (missed,)
+        self._step = step
+        cache.discard_after_schedule = [v for v in map(self._values.get, step.discard) if v is not None]
+        hold = [value for value in (self._find(route, i, missed) for i in step.hold) if value is not None]
+        self._hold = frozenset(hold)
+        return (missed, *hold)
+
+    def _find(self, route: Route, value_id: int, missed: Value) -> Value | None:
+        """A value by its id: seen when it was saved, else looked for among what the missed value is made from."""
+        value = self._values.get(value_id)
+        if value is not None:
+            return value
+        place = route.places[value_id]
+        if route.record.values[value_id].saved or place is None:
+            return None  # nobody will ask for it any more
+        seen: set[Value] = set()
+        stack = [missed]
+        while stack:
+            value = stack.pop()
+            if value in seen or value.producer is None:
+                continue
+            seen.add(value)
+            if (value.position - self._first_seq, value.index) == place:
+                self._values[value_id] = value
+                return value
+            stack.extend(value.producer.inputs)
+        return None
+
+    def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
+        if self._route is None:
+            return self._fallback.keeps_rebuilt(cache, value, is_target)
+        return value in self._hold
+
+    def used(self, cache: Cache, value: Value) -> None:
+        if self._route is None:
+            self._fallback.used(cache, value)
+
+    def dropped(self, cache: Cache, value: Value) -> None:
+        if self._route is None:
+            self._fallback.dropped(cache, value)
+
+    def freed(self, cache: Cache, value: Value) -> None:
+        route = self._route
+        if route is None:
+            self._fallback.freed(cache, value)
+            return
+        known = route.values.get((value.position - self._first_seq, value.index))
+        if known is not None:
+            self._values.pop(known[0], None)
+
+
+def default_planner(record: TapeRecord, limit_bytes: int) -> Any:
+    """The planner of this package, with DTR's schedule as a plan to beat."""
+    from ..planning.planner import make_plan
+    from ..simulate import plan_of
+
+    return make_plan(record, limit_bytes, others=(plan_of(record, limit_bytes, "dtr"),)).plan
