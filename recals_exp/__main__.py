@@ -32,6 +32,11 @@ log = logging.getLogger("recals_exp")
 OK, JOB_FAILED, NOT_UNDERSTOOD, INTERRUPTED = 0, 1, 2, 130
 """Exit codes; --help lists them."""
 
+TABLES = ("analysis.txt", "prediction.txt")
+"""What a job of mode=analyze or mode=predict leaves for people; printed instead of the table of measurements."""
+
+SHOWN_FILES = (".json", ".csv", ".png", ".txt")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (without the program's name; None = the process's own) and return the exit code."""
@@ -96,8 +101,12 @@ def finish_run(folder: Path) -> int:
     if result.status != records.OK:
         _say(f"error: {result.error or 'the job did not finish'}")
         return _point_to_logs(folder, [result])
-    _print_table([result])
-    print(f"written: {folder / records.RESULT_FILE}")
+    tables = [folder / name for name in TABLES if (folder / name).is_file()]
+    for table in tables:
+        print(table.read_text(encoding="utf-8"), end="")
+    if not tables:
+        _print_table([result])
+    print(f"written: {', '.join(str(path) for path in sorted(folder.iterdir()) if path.suffix in SHOWN_FILES)}")
     return OK
 
 

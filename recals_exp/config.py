@@ -32,9 +32,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from recals_exp.runconfig import BUDGET_FORMS, MODES, Budget, ConfigError, PartSpec, PipelineSpec, RunConfig
+from recals_exp.runconfig import BUDGET_FORMS, MODES, TARGET_FORMS, Budget, ConfigError, PartSpec, PipelineSpec, RunConfig
 
-AVAILABLE_MODES = ("run",)  # of MODES: the others are reserved
+AVAILABLE_MODES = ("run", "predict", "analyze")  # of MODES: the others are reserved
 PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target
 NAMED = ("strategy", "policy", "pipeline")  # groups whose choice is a name with options
 MAX_FOLDER_NAME = 60  # characters of a job's folder
@@ -59,6 +59,7 @@ class Settings:
     policy: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
     pipeline: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
     budget: Any = field(default=None, metadata=_allowed(BUDGET_FORMS))  # several types: Budget.parse checks it
+    target_peak: Any = field(default=None, metadata=_allowed(TARGET_FORMS))  # Budget.peak checks it
     batch_size: int = field(default=64, metadata=_allowed(f"{_WHOLE} 1"))
     seed: int = field(default=0, metadata=_allowed(f"{_WHOLE} 0"))
     device: str = field(default="auto", metadata=_allowed("auto, cpu, cuda, cuda:1, or another device of torch"))
@@ -201,9 +202,23 @@ def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig
         policy=named["policy"][0],
         policy_kwargs=named["policy"][1],
         pipeline=PipelineSpec(*named["pipeline"]),
-        budget=Budget.parse(values.pop("budget")),
+        budget=_budget(values.pop("budget"), values.pop("target_peak")),
         **values,
     )
+
+
+AUTO_BUDGET, DEFAULT_BUDGET = "auto", 0.5
+
+
+def _budget(budget: Any, target_peak: Any) -> Budget:
+    """One of the two; with neither, ``budget: auto`` of ``conf/config.yaml`` is the default budget."""
+    if target_peak is None:
+        return Budget.parse(DEFAULT_BUDGET if budget == AUTO_BUDGET else budget)
+    if budget not in (AUTO_BUDGET, None):
+        raise ConfigError(
+            f"budget={budget} and target_peak={target_peak} are both given, and each says what may be cached: leave one out"
+        )
+    return Budget.peak(target_peak)
 
 
 def _part(group: str, node: Mapping[str, Any], choices: Mapping[str, Any]) -> PartSpec:

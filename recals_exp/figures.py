@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -39,6 +40,42 @@ def tradeoff_png(series: Mapping[str, Sequence[RunResult]], title: str) -> bytes
     if not budgets:
         for axes in (overhead, memory):
             axes.text(0.5, 0.5, "no finished job", transform=axes.transAxes, ha="center", color=GREY)
+    buffer = io.BytesIO()
+    canvas.print_png(buffer)
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of the predicted trade-off; all sequences are by rising budget."""
+
+    name: str  # of a policy, or "bound"
+    budget_pct: tuple[float, ...]
+    overhead_pct: tuple[float, ...]
+    peak_bytes: tuple[int, ...] = ()  # (): it has none
+    knee_pct: float | None = None  # budget at its knee
+
+
+def prediction_png(curves: Sequence[Curve], title: str) -> bytes:
+    """Predicted overhead over the documented curve and above the bound, and predicted peaks: the bytes of a PNG file."""
+    figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    overhead, memory = figure.subplots(1, 2)
+    figure.suptitle(title)
+    _draw_documented(overhead, min((x for curve in curves for x in curve.budget_pct), default=12.5))
+    for index, curve in enumerate(curves):
+        color = COLORS[index % len(COLORS)] if curve.peak_bytes else GREY
+        style = "-" if curve.peak_bytes else ":"
+        overhead.plot(curve.budget_pct, curve.overhead_pct, style, marker="o", markersize=3.5, color=color, label=curve.name)
+        if curve.peak_bytes:
+            peaks = [nbytes / MIB for nbytes in curve.peak_bytes]
+            memory.plot(curve.budget_pct, peaks, marker="o", markersize=3.5, color=color, label=curve.name)
+        if curve.knee_pct is not None:
+            at = curve.budget_pct.index(curve.knee_pct)
+            overhead.plot(curve.knee_pct, curve.overhead_pct[at], "o", markersize=9, markerfacecolor="none", color=color)
+    _finish(overhead, "predicted overhead over a plain step (%)", "What a budget will cost (ring: knee)")
+    _finish(memory, "predicted peak memory of a step (MiB)", "What a budget will save")
+    memory.set_ylim(bottom=0)
     buffer = io.BytesIO()
     canvas.print_png(buffer)
     return buffer.getvalue()

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when a field is added, removed or changes its meaning."""
 
 RESULT_FILE = "result.json"
@@ -61,6 +61,8 @@ COLUMNS: tuple[str, ...] = (
     "peak_memory_bytes",
     "gradients_identical",
     "error",
+    "predicted_overhead_pct",
+    "bound_overhead_pct",
 )
 """The columns of every report, in order (rule 4)."""
 
@@ -203,6 +205,8 @@ class RunResult:
     peak_memory_bytes: int | None = None
     gradients_identical: bool | None = None  # every gradient of one step, to the last bit
     error: str | None = None  # one line; the traceback is in the job's log
+    predicted_overhead_pct: float | None = None  # ops re-run, percent of a step in the cost model, from one profiled step
+    bound_overhead_pct: float | None = None  # no policy costs less within the limit (same unit)
 
     strategy: str
     device: str

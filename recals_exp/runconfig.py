@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODES = ("run", "predict", "analyze", "dry_run")
-BUDGET_FORMS = "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, or null for no limit"
+BUDGET_FORMS = "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
+TARGET_FORMS = "the peak of a whole step, a size with its unit such as 6GiB, or null"
 _BINARY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -32,16 +33,21 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many bytes of activations may be cached: none (no limit), a fraction of the analysed total, or bytes."""
+    """How many bytes of activations may be cached: none (no limit), a fraction of the analysed total, or bytes.
 
-    kind: str = "none"  # "none", "fraction" or "bytes"
-    value: float = 0.0  # the fraction in (0, 1], or the bytes (a whole number); 0 when there is no limit
+    Two kinds are found out by the job itself: the knee of the predicted curve, and what makes the step's peak fit.
+    """
+
+    kind: str = "none"  # "none", "fraction", "bytes", "knee" or "peak"
+    value: float = 0.0  # the fraction in (0, 1], or the bytes (a whole number) of the cache or of the peak; else 0
 
     def __post_init__(self) -> None:
         allowed = {
             "none": self.value == 0,
             "fraction": 0 < self.value <= 1,
             "bytes": self.value >= 1 and self.value == int(self.value),
+            "knee": self.value == 0,
+            "peak": self.value >= 1 and self.value == int(self.value),
         }
         if not allowed.get(self.kind, False):
             raise ConfigError(f"Budget(kind={self.kind!r}, value={self.value!r}) is not allowed: use {BUDGET_FORMS}")
@@ -57,6 +63,8 @@ class Budget:
             raise ConfigError(f"budget={raw!r} is not allowed: use {BUDGET_FORMS}")
         if isinstance(raw, str):
             text = raw.strip()
+            if text == "knee":
+                return cls("knee")
             try:
                 number = float(text)
             except ValueError:
@@ -73,6 +81,24 @@ class Budget:
             )
         # 0.1 + 0.2 must be the same point as 0.3, in folder names and in the report.
         return cls("fraction", float(f"{number:.12g}"))
+
+    @classmethod
+    def peak(cls, raw: object) -> Budget:
+        """Whatever makes the peak of the whole step fit the size a user wrote, such as ``"6GiB"``."""
+        from recals_exp.recals.sizes import parse_bytes  # here for the reason below
+
+        try:
+            nbytes = parse_bytes(raw)  # type: ignore[arg-type]  # refuses what is no size
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"target_peak={raw} is not a size ({error}): use {TARGET_FORMS}") from None
+        if nbytes < 1:
+            raise ConfigError(f"target_peak={raw} is not above 0: use {TARGET_FORMS}")
+        return cls("peak", nbytes)
+
+    @property
+    def is_found_out(self) -> bool:
+        """Whether the limit is known only once a step has been seen."""
+        return self.kind in ("knee", "peak")
 
     @classmethod
     def _parse_size(cls, text: str) -> Budget:
@@ -95,6 +121,8 @@ class Budget:
             return None
         if self.kind == "bytes":
             return int(self.value)
+        if self.is_found_out:
+            raise ValueError(f"the limit of budget {self} follows from a profiled step, not from the total")
         # a hair above the product, so that 0.7 of 10 units is 7 units and not 6.999...
         return math.floor(self.value * total_bytes * (1 + 1e-12))
 
@@ -103,11 +131,14 @@ class Budget:
             return "none"
         if self.kind == "fraction":
             return f"{self.value:.6g}"
+        if self.kind == "knee":
+            return "knee"
+        prefix = "peak<=" if self.kind == "peak" else ""
         nbytes = int(self.value)
         for size, unit in _BINARY_UNITS:
             if nbytes >= size and nbytes % size == 0:
-                return f"{nbytes // size}{unit}"
-        return f"{nbytes}B"
+                return f"{prefix}{nbytes // size}{unit}"
+        return f"{prefix}{nbytes}B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +238,14 @@ class RunConfig:
             problems.append(f"autocast={self.autocast!r} is not allowed: use bfloat16, float16, or null for none")
         if self.mode not in MODES:
             problems.append(f"mode={self.mode!r} is not allowed: use one of {', '.join(MODES)}")
+        if self.budget.is_found_out and self.strategy == "none":
+            problems.append(
+                f"budget {self.budget} with strategy=none is not allowed: plain PyTorch holds no limit; use strategy=recals"
+            )
+        if self.budget.kind == "peak" and self.mode != "run":
+            problems.append(
+                f"target_peak with mode={self.mode} is not allowed: it is met by measuring; use mode=run, or leave it out"
+            )
         if problems:
             raise ConfigError("\n".join(problems))
 

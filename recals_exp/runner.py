@@ -1,6 +1,6 @@
 """One job from its configuration to its record: the only module that sees all parts.
 
-    build -> analyse -> parity -> training -> warm-up -> memory -> FLOPs -> timed pairs -> record, events
+    build -> analyse -> parity -> prediction -> training -> warm-up -> memory -> FLOPs -> timed pairs -> record, events
 
 Why this order: parity runs first, because numbers of a wrong step are worth nothing; training comes before the
 measurements, so that optimizer state exists and what is measured is a step in the middle of learning. Each
@@ -13,7 +13,9 @@ Rules the code follows:
    stored that would keep the job's tensors alive.
 2. The record is written when the job starts (`running`) and replaced when it ends, so a killed job is a row of the
    report.
-3. Everything random is seeded from the configuration; the number of threads is put back afterwards: jobs may share a
+3. Where the budget is to be found out (`knee`, `target_peak`), the step is profiled before the limit is set. The other modes
+   stop early: `analyze` after the analysis, `predict` after the prediction.
+4. Everything random is seeded from the configuration; the number of threads is put back afterwards: jobs may share a
    process.
 """
 
@@ -27,7 +29,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -43,14 +45,18 @@ from recals_exp.meters.parity import check_parity
 from recals_exp.meters.steps import StartingState, TrainStep
 from recals_exp.meters.timing import measure_pairs, median_interval
 from recals_exp.models import build_model
+from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step, write_prediction
 from recals_exp.progress import Progress, SilentProgress
-from recals_exp.recals import Stats, recals_with_rngs
+from recals_exp.recals import Analysis, Stats, format_analysis, format_bytes, recals_with_rngs
+from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
 from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, TrainingRecord
 from recals_exp.runconfig import RunConfig
-from recals_exp.strategies import BoundStrategy, make_strategy
+from recals_exp.strategies import BoundStrategy, Strategy, make_strategy
 from recals_exp.writers import RunWriter, has_events, write_tradeoff
 
 log = logging.getLogger(__name__)
+
+ANALYSIS_FILE = "analysis.txt"
 
 
 def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -> RunResult:
@@ -65,7 +71,7 @@ def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -
     with RunWriter(output_dir) as writer, progress or SilentProgress() as bar:
         try:
             with thread_count(config.threads) as threads:
-                result = _Job(config, dataclasses.replace(base, threads=threads), writer, bar).measure()
+                result = _Job(config, dataclasses.replace(base, threads=threads), writer, bar).do(output_dir)
         except (Exception, SystemExit) as error:
             log.exception("job %s failed", base.job)
             result = _failed(base, error)
@@ -119,7 +125,8 @@ def _failed(base: RunResult, error: BaseException) -> RunResult:
 class _Job:
     """The stages of one job, each a method; what they share is set in the constructor."""
 
-    STAGES = 5  # beside training, warm-up and pairs: built, analysed, parity, memory, FLOPs
+    STAGES = 6  # beside training, warm-up and pairs: built, analysed, parity, predicted, memory, FLOPs
+    STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3}  # of the modes that stop early
 
     def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
         if config.pipeline.name != "none":
@@ -132,15 +139,50 @@ class _Job:
         self.strategy = make_strategy(config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs)
         # a strategy's first call may check or plan; without a step of training that must not be what is measured
         self.warmup_steps = config.warmup_steps if config.train_steps else max(1, config.warmup_steps)
-        progress.start(base.job, self.STAGES + config.train_steps + 2 * self.warmup_steps + config.timing_pairs)
+        steps = self.STAGES + config.train_steps + 2 * self.warmup_steps + config.timing_pairs
+        progress.start(base.job, self.STAGES_ALONE.get(config.mode, steps))
+        self.profile: Profile | None = None
+
+    def do(self, folder: Path) -> RunResult:
+        """What the mode says; files beside the record go into `folder`."""
+        if self.config.mode == "analyze":
+            return self.analyze(folder)
+        if self.config.mode == "predict":
+            return self.predict(folder)
+        return self.measure()
+
+    def analyze(self, folder: Path) -> RunResult:
+        """What the model caches, by layer, as a table in `folder/analysis.txt`."""
+        step, batches = self._build()
+        analysis = self._analyse(step, next(batches).x)
+        table = format_analysis(analysis)
+        log.info("what the model caches, by layer:\n%s", table)
+        (folder / ANALYSIS_FILE).write_text(table + "\n", encoding="utf-8")
+        return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=analysis.total_bytes)
+
+    def predict(self, folder: Path) -> RunResult:
+        """The price of every budget, in the files of `predict.write_prediction`."""
+        config = self.config
+        step, batches = self._build()
+        batch = next(batches)
+        total_bytes = self._analyse(step, batch.x).total_bytes
+        with amid_training(step, batch, config.seed) as state:
+            prediction = predict(self._profile(step, state, batch))
+        title = f"Predicted from one step: {config.model.name}, {config.dataset.name}, batch of {config.batch_size}"
+        log.info("%s\n%s", title, write_prediction(prediction, folder, title))
+        self._done("predicted")
+        return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=total_bytes)
 
     def measure(self) -> RunResult:
         """Every stage in order; the record of a job that went through all of them."""
         config = self.config
         step, batches = self._build()
         batch = next(batches)
-        total_bytes, unit_max_bytes, limit_bytes = self._analyse(step, batch.x)
+        analysis = self._analyse(step, batch.x)
+        total_bytes = analysis.total_bytes
+        limit_bytes = self._choose_limit(step, batch, analysis)
         parity = self._check_parity(step, limit_bytes, batch)
+        predicted_pct, bound_pct = self._predict_overhead(step, batch, limit_bytes)
         bound = self.strategy.bind(step.model, limit_bytes)
         training = self._train(step, bound, batch, batches)
         state = StartingState(step, config.seed)
@@ -179,10 +221,12 @@ class _Job:
             peak_memory_plain_bytes=memory.resident_bytes + memory.step_peak_plain_bytes,
             peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
             gradients_identical=parity.gradients_identical,
+            predicted_overhead_pct=predicted_pct,
+            bound_overhead_pct=bound_pct,
             timing=timing,
             memory=memory,
             flops=flops,
-            cache=None if stats is None else _cache_record(stats, unit_max_bytes),
+            cache=None if stats is None else _cache_record(stats, analysis.unit_max_bytes),
             parity=parity,
             training=training,
         )
@@ -198,14 +242,73 @@ class _Job:
         self._done("built")
         return step, (Batch(batch.x.to(self.device), batch.target.to(self.device)) for batch in batches)
 
-    def _analyse(self, step: TrainStep, x: Tensor) -> tuple[int, int, int | None]:
-        """Bytes the model caches without a limit, those of its largest leaf layer, and the limit the budget means."""
+    def _analyse(self, step: TrainStep, x: Tensor) -> Analysis:
+        """What the model caches without a limit."""
         with step.autocast():
-            total_bytes, unit_max_bytes = recals_with_rngs(-1).analyze(step.model, x)
-        limit_bytes = self.config.budget.limit_bytes(total_bytes) if self.strategy.uses_budget else None
-        log.info("cache: %d bytes in all, %d in the largest layer, limit %s", total_bytes, unit_max_bytes, limit_bytes)
+            analysis = recals_with_rngs(-1).analyze(step.model, x)
+        log.info("cache: %d bytes in all, %d in the largest layer", analysis.total_bytes, analysis.unit_max_bytes)
         self._done("analysed")
-        return total_bytes, unit_max_bytes, limit_bytes
+        return analysis
+
+    def _choose_limit(self, step: TrainStep, batch: Batch, analysis: Analysis) -> int | None:
+        """The limit that the budget means (rule 3)."""
+        budget, total_bytes = self.config.budget, analysis.total_bytes
+        if not self.strategy.uses_budget:
+            return None
+        if not budget.is_found_out:
+            limit_bytes = budget.limit_bytes(total_bytes)
+            log.info("limit: %s bytes", limit_bytes)
+            return limit_bytes
+        with amid_training(step, batch, self.config.seed) as state:
+            profile = self._profile(step, state, batch)
+            if budget.kind == "knee":
+                knee = predict(profile, policies=[self.strategy.policy]).knee(self.strategy.policy)
+                log.info("limit: %d bytes, the knee at %.3g of the cache", knee.cache_limit_bytes, knee.budget)
+                return knee.cache_limit_bytes
+            # a plan per guess would take minutes: DTR, which it improves on, says about where to begin
+            stand_in = "dtr" if self.strategy.policy == "planned" else self.strategy.policy
+            fit = fit_limit(
+                int(budget.value),
+                lambda limit: measured_peak_bytes(step, state, self._waiting_strategy(), limit, batch),
+                lambda limit: profile.memory.peak_bytes(profile.record, limit, stand_in),
+                max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes),
+                total_bytes,
+            )
+        shown = ", ".join(f"{format_bytes(peak)} at {format_bytes(limit)}" for limit, peak in fit.tries)
+        log.info("limit: %d bytes; measured peaks: %s", fit.limit_bytes, shown)
+        return fit.limit_bytes
+
+    def _waiting_strategy(self) -> Strategy:
+        """The strategy, planning within the step where its policy plans: a peak is that of a planned step."""
+        config = self.config
+        options = {**config.policy_kwargs, **({"waits": True} if config.policy == "planned" else {})}
+        return make_strategy(config.strategy, config.policy, options, **config.strategy_kwargs)
+
+    def _profile(self, step: TrainStep, state: StartingState, batch: Batch) -> Profile:
+        if self.profile is None:
+            options = self.config.strategy_kwargs
+            recals = recals_with_rngs(-1, options.get("gpu_devices", "all"))
+            if options.get("audit", "first") != "off":
+                with step.autocast():
+                    recals.audit(step.model, batch.x)  # ops that do not come back bit for bit are never re-run
+            self.profile = profile_training_step(step, state, recals, batch)
+        return self.profile
+
+    def _predict_overhead(
+        self, step: TrainStep, batch: Batch, limit_bytes: int | None
+    ) -> tuple[float | None, float | None]:
+        """Predicted and least overhead in percent; None for a strategy that keeps no budget."""
+        predicted = bound = None
+        if self.strategy.uses_budget and limit_bytes is None:
+            predicted = bound = 0.0
+        elif limit_bytes is not None:
+            with amid_training(step, batch, self.config.seed) as state:
+                record = self._profile(step, state, batch).record
+            predicted = predicted_overhead_pct(record, limit_bytes, self.strategy.policy)
+            bound = Bounds(record).overhead_pct(limit_bytes)
+            log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
+        self._done("predicted")
+        return predicted, bound
 
     def _check_parity(self, step: TrainStep, limit_bytes: int | None, batch: Batch) -> ParityRecord:
         parity = check_parity(step, lambda model: self.strategy.bind(model, limit_bytes), batch, self.config.seed)

@@ -24,8 +24,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recals_exp.meters.device import synchronize
 from recals_exp.meters.steps import Forward, StartingState, TrainStep, unique_storage_bytes
+from recals_exp.recals.step_memory import quiet_profiler
 from recals_exp.records import MemoryRecord
 
 CPU_METHOD = "torch profiler memory events"
@@ -93,7 +93,7 @@ def allocation_events(run: Callable[[], None]) -> list[int]:
     Memory taken before and given back inside is not seen. A step gives back nothing of the kind: it starts without
     gradients.
     """
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     kineto = profiler.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if _is_cpu_memory(event)]
@@ -103,19 +103,6 @@ def allocation_events(run: Callable[[], None]) -> list[int]:
 
 def _is_cpu_memory(event: object) -> bool:
     return event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Kineto writes notices of its own to stderr, at a level it reads from the environment when it is first used."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "6")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 # -- the process -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from .errors import (
     UnsupportedError,
 )
 from .policies import POLICIES, Policy
+from .prediction import Prediction, PredictionRow, format_prediction
 from .recals import Recals, recals_with_rngs
+from .record import TapeRecord
 from .sizes import format_bytes, parse_bytes
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "Finding",
     "LayerBytes",
     "Policy",
+    "Prediction",
+    "PredictionRow",
     "Recals",
     "RecalsError",
     "RecalsWarning",
@@ -31,10 +35,12 @@ __all__ = [
     "SizeError",
     "SourceChangedError",
     "Stats",
+    "TapeRecord",
     "UnsupportedError",
     "format_analysis",
     "format_audit",
     "format_bytes",
+    "format_prediction",
     "parse_bytes",
     "recals_with_rngs",
 ]

@@ -303,6 +303,6 @@ def _checksum(storage: UntypedStorage) -> int:
 
 def _checksum_of_bytes(storage: UntypedStorage) -> int:
     if storage.device.type == "cpu":
-        return zlib.crc32(memoryview(_as_bytes(storage).numpy()))
+        return zlib.crc32(_as_bytes(storage).numpy().data)
     words = _as_bytes(storage)[: storage.nbytes() // 8 * 8].view(torch.int64)
     return int(torch.hash_tensor(words)) if len(words) else 0

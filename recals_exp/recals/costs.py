@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -133,7 +133,7 @@ def calibrate(device: torch.device | str, dtype: torch.dtype = torch.float32) ->
     rates: dict[int, float] = {}
     for itemsize, kind in ((4, torch.float32), (2, torch.bfloat16)):
         a = torch.ones(side, side, device=device, dtype=kind)
-        rates[itemsize] = flops / _best_s(lambda a=a: a @ a, device)
+        rates[itemsize] = flops / _best_s(partial(torch.matmul, a, a), device)
     source = torch.zeros(_CALIBRATION_BYTES // dtype.itemsize, device=device, dtype=dtype)
     target = torch.empty_like(source)
     copy_s = _best_s(lambda: target.copy_(source), device)

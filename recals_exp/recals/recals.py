@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +17,11 @@ from .errors import CacheLimitError, SizeError
 from .facts import OpFacts
 from .graph import Value
 from .handles import unpack
-from .policies import Policy, StepPolicy, make_policy
+from .policies import POLICIES, Fifo, Policy, StepPolicy, make_policy
+from .prediction import Prediction, predict, profile_call
+from .profiling import profile_step
 from .randomness import GpuDevices, SavedGenerators
+from .record import TapeRecord
 from .recorder import Recorder, Session
 from .replay import Replayer
 from .sizes import format_bytes, parse_bytes
@@ -107,7 +110,7 @@ class Recals:
 
     def _values_of(self, out: Any) -> list[Value]:
         """The values that the outputs of a call hold."""
-        found = []
+        found: list[Value] = []
         for tensor in output_tensors(out):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 value = self.registry.get(id(tensor.untyped_storage()))
@@ -141,6 +144,43 @@ class Recals:
             auditor.finish()
         self._seen.add(call_key(fn))
         return auditor.report()
+
+    def profile(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TapeRecord:
+        """The record of one step (forward, and backward from gradients of ones): what simulator and planner read.
+
+        Runs with nothing dropped. Buffers, generators and gradients are left as they were.
+        """
+        self._learn(fn, args, kwargs)
+        return profile_step(self.unlimited(Fifo()), fn, args, kwargs)
+
+    def predict(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        budgets: Iterable[float | int | str] | None = None,
+        policies: Iterable[str] = tuple(POLICIES),
+        **kwargs: Any,
+    ) -> Prediction:
+        """What every budget would cost under every policy, the bound, and the peak memory, from one profiled step.
+
+        The step is a bare one: no loss, no optimizer (``python -m recals_exp mode=predict`` has both). Budgets are fractions in
+        (0, 1] of what the step caches, or bytes ("512MiB"). ``format_prediction`` makes a table of it. Planning takes seconds
+        per budget; leave ``planned`` out where that is too long.
+        """
+        self._learn(fn, args, kwargs)
+        return predict(profile_call(self, fn, args, kwargs), budgets, policies)
+
+    def unlimited(self, policy: Policy) -> Recals:
+        """Another object with no limit and a cache of its own, that shares what this one knows about ops."""
+        other = Recals(None, "all", policy, "off")
+        other.facts, other.generators = self.facts, self.generators
+        return other
+
+    def _learn(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """What the first limited call of ``fn`` would find out about its ops."""
+        if self.audit_when != "off" and call_key(fn) not in self._seen:
+            self.audit(fn, *args, **kwargs)
 
     def pin_results(self, func: Any, layer: str) -> None:
         """Hold the results of ``func`` in ``layer`` from now on."""

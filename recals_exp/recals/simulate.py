@@ -6,14 +6,14 @@ that decides is the engine's own (``cache.py``, ``policies/``); only bytes are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .graph import Op, Value
-from .policies import Policy, make_policy
+from .policies import Planned, Policy, StepPolicy, make_policy
 from .record import SOURCE, TapeRecord
 
 if TYPE_CHECKING:
@@ -83,12 +83,49 @@ class _Adder:
         return [_TOKEN] * len(wanted)
 
 
-def simulate(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> Simulation:
-    """Run ``record`` under ``policy`` within ``limit_bytes`` (None: no limit)."""
+Watch = Callable[[Cache, Sequence[Value]], None]
+"""Called after every event with the cache and the values by id."""
+
+
+def following(record: TapeRecord, plan: Plan) -> Planned:
+    """A policy that follows ``plan`` when ``record`` is simulated."""
+    policy = Planned()
+    policy.install(record.signature, record, plan)
+    return policy
+
+
+def pinned_bytes(record: TapeRecord) -> int:
+    """The most that is held at once because it cannot be rebuilt."""
+    live = peak = 0
+    for kind, index in record.forward_events:
+        value = record.values[index] if kind != "op" else None
+        if value is None or not value.pinned:
+            continue
+        live += value.nbytes if kind == "save" else -value.nbytes
+        peak = max(peak, live)
+    return peak
+
+
+def simulate(
+    record: TapeRecord, limit_bytes: int | None, policy: str | Policy, watch: Watch | None = None
+) -> Simulation:
+    """Run ``record`` under ``policy`` within ``limit_bytes`` (None: no limit).
+
+    ``"planned"`` plans as the engine would; a plan at hand is ``following(record, plan)``.
+    """
+    if policy == Planned.name:
+        from .policies.planned import default_planner
+
+        needs_plan = limit_bytes is not None and limit_bytes < simulate(record, None, "fifo").peak_cached_bytes
+        room = (limit_bytes or 0) - pinned_bytes(record)
+        policy = following(record, default_planner(record, room)) if needs_plan else "fifo"
     adder = _Adder()
     chosen = make_policy(policy)
     cache = Cache(limit_bytes, chosen, adder)
     values = _values(record)
+    if isinstance(chosen, StepPolicy):
+        chosen.began(cache, record.signature, 0)
+    cache.calls_running = 1
     for kind, index in record.forward_events:
         if kind == "save":
             value = values[index]
@@ -97,11 +134,16 @@ def simulate(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) 
             cache.save(value, _TOKEN)
         elif kind == "free":
             _release(cache, values[index])
+        if watch is not None:
+            watch(cache, values)
+    cache.calls_running = 0
     for event, index in record.backward_events:
         if event == "fetch":
             cache.fetch(values[index])
         else:
             _release(cache, values[index])
+        if watch is not None:
+            watch(cache, values)
     return Simulation(
         policy=chosen.name,
         limit_bytes=limit_bytes,
@@ -128,7 +170,7 @@ def _values(record: TapeRecord) -> list[_SimValue]:
         values.append(value)
     for op_id, op in enumerate(record.ops):
         ops[op_id] = _SimOp(op_id, op, tuple(values[i] for i in op.inputs))
-        for index, value_id in enumerate(op.outputs):
+        for index, value_id in zip(op.results or range(len(op.outputs)), op.outputs, strict=True):
             if not values[value_id].pinned:
                 values[value_id].producer = ops[op_id]
             values[value_id].index = index

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 import random
 import traceback
 import warnings
@@ -39,7 +40,10 @@ import torch
 from parity.cases import Call, Case, Notes, Subject, train, weighted_sum
 from parity.freezing import Trace, differences, freeze
 
-from recals_exp.recals import POLICIES, CacheLimitError, Recals, RecalsWarning, Stats, recals_with_rngs
+from recals_exp.recals import POLICIES, CacheLimitError, Policy, Recals, RecalsWarning, Stats, recals_with_rngs
+from recals_exp.recals.planning.plan import Plan
+from recals_exp.recals.planning.planner import make_plan
+from recals_exp.recals.record import TapeRecord
 
 BUDGETS = ("full", "middle", "smallest", "nothing")
 SEED = 20
@@ -140,7 +144,18 @@ def ambient() -> dict[str, Any]:
 
 def make_recals(limit: int | None, policy: str, case: Case) -> Recals:
     # an audit would pin, and so hide, what the engine cannot rebuild
-    return recals_with_rngs(limit, policy=policy, **{"audit": "off", **case.options})
+    return recals_with_rngs(limit, policy=make_policy(policy), **{"audit": "off", **case.options})
+
+
+def make_policy(name: str) -> Policy:
+    """A policy as registered; one that plans does it quickly, and in the step that needs the plan, not in the background."""
+    kind = POLICIES[name]
+    known = inspect.signature(kind).parameters
+    return kind(**{key: value for key, value in {"waits": True, "planner": _quick_plan}.items() if key in known})
+
+
+def _quick_plan(record: TapeRecord, limit_bytes: int) -> Plan:
+    return make_plan(record, limit_bytes, effort=0.003).plan
 
 
 @dataclass(frozen=True)

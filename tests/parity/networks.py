@@ -171,7 +171,7 @@ CLASSIFIERS = [
     network_case("densenet", _densenet, _image(32)),
     network_case("efficientnet", _efficientnet, _image(32)),
     network_case("googlenet-with-aux", _googlenet, _image(64)),
-    network_case("inception-v3-with-aux", _inception, _image(107), steps=1),
+    network_case("inception-v3-with-aux", _inception, _image(107)),
     network_case("maxvit", _maxvit, _image(64)),
     network_case("mnasnet", _mnasnet, _image(32)),
     network_case("mobilenet-v2", _mobilenet_v2, _image(32)),
@@ -223,10 +223,10 @@ def _r3d() -> nn.Module:
 
 
 PIXELS_BOXES_CLIPS = [
-    network_case("fcn-resnet", _fcn, _image(32), steps=1),
-    network_case("lraspp", _lraspp, _image(32), steps=1),
-    network_case("faster-rcnn-mobilenet", _faster_rcnn, _boxes, steps=1),
-    network_case("r3d", _r3d, lambda: torch.randn(2, 3, 4, 16, 16, requires_grad=True), steps=1),
+    network_case("fcn-resnet", _fcn, _image(32)),
+    network_case("lraspp", _lraspp, _image(32)),
+    network_case("faster-rcnn-mobilenet", _faster_rcnn, _boxes),
+    network_case("r3d", _r3d, lambda: torch.randn(2, 3, 4, 16, 16, requires_grad=True)),
 ]
 
 

@@ -15,7 +15,7 @@ from recals_exp.pipeline.launch import RankError, launch
 from recals_exp.pipeline.process_spec import SCHEDULES, ProcessSpec, schedule_orders
 from recals_exp.pipeline.schedule import ideal_efficiency, simulate
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def results_of() -> Any:
     def find(case: tuple[Any, ...]) -> list[Any]:
         cases, processes = (TWO, 2) if case in TWO else (FOUR, 4)
         if processes not in done:
-            done[processes] = launch(ranks.parity_of_all, processes, (cases,), timeout_s=600, threads=1)
+            done[processes] = launch(ranks.parity_of_all, processes, (cases,), timeout_s=1500, threads=1)
         return [of_rank[cases.index(case)] for of_rank in done[processes]]
 
     return find
@@ -116,7 +116,7 @@ def test_replicas_equal_the_plain_loop_up_to_the_order_of_sums() -> None:
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_before_any_send(batch: tuple[int, ...], message: str) -> None:
-    results = launch(ranks.batches, 2, batch, timeout_s=60, threads=1)
+    results = launch(ranks.batches, 2, batch, timeout_s=150, threads=1)
     for told, loss in results:
         assert re.search(message, told)
         assert loss == results[0][1] > 0
@@ -128,7 +128,7 @@ def test_options_of_one_process_are_refused() -> None:
         ({"ragged": True}, "are for a pipeline in one process"),
     ):
         with pytest.raises(RankError, match=message):
-            launch(ranks.build_only, 2, (options,), timeout_s=60, threads=1)
+            launch(ranks.build_only, 2, (options,), timeout_s=150, threads=1)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_failing_rank_ends_the_job_with_its_own_traceback(how: str, stage: int
     start = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
         launch(ranks.faulty, 2, (how, stage), timeout_s=90, threads=1)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 120
     assert caught.value.rank == stage
     if how == "raise":
         told = caught.value.rank_traceback
@@ -156,15 +156,15 @@ def test_a_rank_that_hangs_runs_into_the_time_limit() -> None:
     start = time.monotonic()
     with pytest.raises((TimeoutError, RankError)):
         launch(ranks.faulty, 2, ("hang", 1), timeout_s=15, threads=1)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 90
 
 
 def test_launch_returns_what_each_rank_returns_job_after_job() -> None:
     for _ in range(5):
-        assert launch(ranks.number, 2, timeout_s=60, threads=1) == [2, 12]
-    assert launch(ranks.threads, 1, timeout_s=60, threads=1) == [1]
+        assert launch(ranks.number, 2, timeout_s=150, threads=1) == [2, 12]
+    assert launch(ranks.threads, 1, timeout_s=150, threads=1) == [1]
     with pytest.raises(RankError, match="pickle"):
-        launch(ranks.unpicklable, 1, timeout_s=60)
+        launch(ranks.unpicklable, 1, timeout_s=150)
     with pytest.raises(TimeoutError, match="did not end within 8 s; still running: pipeline rank 0"):
         launch(ranks.slow, 1, timeout_s=8)
     with pytest.raises(ValueError, match="processes=0"):
@@ -190,7 +190,7 @@ def test_two_processes_overlap_nearly_ideally(schedule: str) -> None:
 def test_a_fraction_follows_what_the_schedule_holds_at_once() -> None:
     layer = 2 * 8 * 4  # bytes: 2 rows of 8 floats
     for schedule, flights in (("1f1b", (2, 1)), ("gpipe", (8, 8))):
-        results = launch(ranks.uneven, 2, (schedule, 8), timeout_s=60, threads=1)
+        results = launch(ranks.uneven, 2, (schedule, 8), timeout_s=150, threads=1)
         for rank, ((flight, limit, peak),) in enumerate(results):
             assert flight == flights[rank]
             assert limit == flight * 4 * layer // 2

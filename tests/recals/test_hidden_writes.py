@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 import torch.nn.functional as F
-from parity.harness import Call, Case, check
+from parity.harness import Call, Case, check, weighted_sum
 from recals.scenarios import Stories, grads, held, leaf, told, trained
 from torch import Tensor, nn
 
@@ -162,11 +162,14 @@ def fake_quantisation(call: Call) -> Any:
 
 @stories
 def fused_fake_quantisation(call: Call) -> Any:
+    """One op reads and moves the observer's range: each replay must start from the range that the forward pass found."""
     model = nn.Sequential(
         nn.Linear(4, 6), quantization.FusedMovingAvgObsFakeQuantize(), nn.Tanh(), nn.Linear(6, 4),
-        quantization.FusedMovingAvgObsFakeQuantize(), nn.Sigmoid(),
+        quantization.FusedMovingAvgObsFakeQuantize(), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh(),
     )  # fmt: skip
-    return trained(call, model, torch.randn(5, 4), steps=3)
+    for step in range(3):
+        weighted_sum(call(model, torch.randn(5, 4) * (step + 1))).backward()  # type: ignore[union-attr]
+    return held(model)
 
 
 @stories

@@ -80,6 +80,9 @@ class _Interpreter:
         fixed = sorted(named & (self.always | self.pinned))
         if fixed:
             raise self.fail(f"it decides about the values {fixed[:5]}, which are sources, external or pinned")
+        unsaved = sorted(v for v in self.plan.keep if not self.record.values[v].saved)
+        if unsaved:
+            raise self.fail(f"it keeps the values {unsaved[:5]} in forward, which autograd does not save")
         if len(self.plan.keep_set) != len(self.plan.keep):
             raise self.fail("keep names a value twice")
 
@@ -88,8 +91,7 @@ class _Interpreter:
             self.where = f"at forward event {number} ({kind} {index})"
             if kind == "op":
                 for value in self.record.ops[index].outputs:
-                    unsaved_keep = value in self.plan.keep_set and not self.record.values[value].saved
-                    if value in self.pinned or unsaved_keep:
+                    if value in self.pinned:
                         self.enter(value)
             elif kind == "save":
                 if index in self.pinned or index in self.plan.keep_set:

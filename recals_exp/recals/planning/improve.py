@@ -8,7 +8,8 @@ Moves
    that only it needed in that rebuild (the ops it dominates). Taken in order of cost saved per byte while there is room in
    every place between i and e.
 2. *Exchange*: where there is no room, the holdings that save least per byte make place, if together they save less.
-3. *Shake*: holdings around a random place are let go of, then 1 and 2; kept if it costs no more (iterated local search).
+3. *Shake*: a random re-run op is held against the odds, or holdings around a random place are let go of; then 1 and 2. Kept if it
+   costs no more (iterated local search).
 
 Work is counted in ops and fetches visited, not in seconds, and the random numbers are seeded: the same input gives the same plan on
 any machine.
@@ -16,6 +17,7 @@ any machine.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +30,14 @@ from .unroll import Holding, Schedule, Until, Wishes, unroll
 
 _ROOT = -1
 _WORK_PER_UNROLL = 50  # fixed part, in visits
+_LONGEST_PATH = 16  # ops climbed in a dominator tree to find a clash; a missed one only makes an estimate worse
+_MOST_KNOWN = 20_000
 _SHAKE_SIZES = (1, 1, 2, 3, 5, 8, 13)
+_FORCE_SHARE = 0.6
+_FORCE_NOISE = 0.7  # standard deviation of the logarithm of a holding's worth
+
+_Wished = dict[int, set[int]]
+_Ends = dict[tuple[int, int], int]
 
 
 @dataclass(slots=True)
@@ -60,6 +69,7 @@ class Improver:
     def __init__(self, problem: Problem, work: int) -> None:
         self.problem, self.capacity = problem, problem.capacity
         self.work_left = work
+        self.known: dict[tuple[object, ...], _Rebuild] = {}  # most misses are the same from one schedule to the next
         # Schedules closer than this cost the same: rounding must not look like progress.
         self.epsilon = 1e-9 * problem.record.step_cost
 
@@ -82,20 +92,37 @@ class Improver:
             holdings = [h for h in best.holdings if h.last_use > h.begin]
             if not holdings or best.cost <= self.epsilon:
                 break
-            place = rng.randrange(-1, len(best.misses))
-            near = [h for h in holdings if h.first_place <= place <= h.last_place] or holdings
-            near.sort(key=lambda h: (self.problem.producer[h.value], h.value, h.begin))
-            size = min(len(near), rng.choice(_SHAKE_SIZES))
-            start = rng.randrange(len(near))
-            victims = near[start : start + size] if rng.random() < 0.5 else rng.sample(near, size)
-            trial = self.polish(self._unroll(*_without(best, victims)))
+            kicked = self._force(best, rng) if rng.random() < _FORCE_SHARE else None
+            trial = self.polish(self._unroll(*(kicked or self._let_go(best, holdings, rng))))
             if trial.cost <= best.cost + self.epsilon:
                 best = trial
         return best
 
+    def _let_go(self, schedule: Schedule, holdings: list[Holding], rng: random.Random) -> tuple[_Wished, _Ends]:
+        place = rng.randrange(-1, len(schedule.misses))
+        near = [h for h in holdings if h.first_place <= place <= h.last_place] or holdings
+        near.sort(key=lambda h: (self.problem.producer[h.value], h.value, h.begin))
+        size = min(len(near), rng.choice(_SHAKE_SIZES))
+        start = rng.randrange(len(near))
+        return _without(schedule, near[start : start + size] if rng.random() < 0.5 else rng.sample(near, size))
+
+    def _force(self, schedule: Schedule, rng: random.Random) -> tuple[_Wished, _Ends] | None:
+        candidates, _ = self._candidates(schedule)
+        if not candidates:
+            return None
+        (candidate,) = rng.choices(candidates, weights=[c.gain for c in candidates])
+        losses = [(loss * math.exp(rng.gauss(0.0, _FORCE_NOISE)), 0.0, h) for loss, _, h in self._losses(schedule)]
+        losses.sort(key=lambda item: (item[0], item[2].value, item[2].begin))
+        victims = self._victims(_held_bytes(schedule), losses, candidate)
+        if victims is None:
+            return None
+        wishes, until = _without(schedule, victims)
+        _add(wishes, until, candidate)
+        return wishes, until
+
     def _unroll(self, wishes: Wishes, until: Until) -> Schedule:
         schedule = unroll(self.problem, wishes, until)
-        visited = self.problem.n_fetches + sum([len(miss.made) for miss in schedule.misses])
+        visited = self.problem.n_fetches + len(schedule.holdings) + sum([len(miss.made) for miss in schedule.misses])
         self.work_left -= visited + _WORK_PER_UNROLL
         return schedule
 
@@ -124,12 +151,16 @@ class Improver:
 
     def _candidates(self, schedule: Schedule) -> tuple[list[_Candidate], list[_Rebuild]]:
         """Every op re-run, with what holding its outputs would save; most per byte first."""
-        nbytes, misses = self.problem.nbytes, schedule.misses
+        nbytes, saved, misses = self.problem.nbytes, self.problem.saved, schedule.misses
         ran_at: dict[int, int] = {}  # op -> last miss that ran it
         found: list[_Candidate] = []
         rebuilds: list[_Rebuild] = []
         for index, miss in enumerate(misses):
-            rebuild = self._dominators(miss.value, miss.hold, miss.made, miss.ops)
+            key = (miss.value, miss.hold, *miss.made)
+            rebuild = self.known.get(key)
+            if rebuild is None:
+                rebuild = self.known[key] = self._dominators(miss.value, miss.hold, miss.made, miss.ops)
+                self.work_left -= 2 * len(miss.ops)
             rebuilds.append(rebuild)
             for op in miss.ops:
                 values = rebuild.made[op]
@@ -137,10 +168,14 @@ class Improver:
                 place = ran_at.get(op, -1)
                 ran_at[op] = index
                 gain = rebuild.gain[op]
+                if place < 0 and not all([saved[v] for v in values]):
+                    continue  # forward holds saved values only
                 if size <= self.capacity and gain > 0:
                     begin = misses[place].fetch if place >= 0 else FORWARD
                     found.append(_Candidate(tuple(values), size, gain, begin, place, index, miss.fetch, op))
             self.work_left -= len(miss.ops)
+        if len(self.known) > _MOST_KNOWN:
+            self.known.clear()
         found.sort(key=lambda c: (-c.gain / (c.nbytes + 1), c.miss - c.first_place, c.miss, c.op))
         return found, rebuilds
 
@@ -178,19 +213,23 @@ class Improver:
         above: list[set[int]] = [set() for _ in rebuilds]  # ops with a chosen one below them, or chosen
         chosen: list[set[int]] = [set() for _ in rebuilds]
         for c in candidates:
+            room = self.capacity - c.nbytes
+            if held[c.miss] > room or held[c.first_place + 1] > room or c.op in above[c.miss]:
+                continue
             span = held[c.first_place + 1 : c.miss + 1]
-            if c.op in above[c.miss] or int(span.max()) > self.capacity - c.nbytes:
+            if int(span.max()) > room:
                 continue
-            parent = rebuilds[c.miss].parent
-            path = [c.op]
-            while parent[path[-1]] != _ROOT and path[-1] not in chosen[c.miss]:
-                path.append(parent[path[-1]])
-            if path[-1] in chosen[c.miss]:
+            parent, picked, marked = rebuilds[c.miss].parent, chosen[c.miss], above[c.miss]
+            op, path = c.op, [c.op]
+            while (op := parent[op]) != _ROOT and op not in picked and len(path) < _LONGEST_PATH:
+                path.append(op)
+            if op in picked:
                 continue
-            chosen[c.miss].add(c.op)
-            above[c.miss].update(path)
+            picked.add(c.op)
+            marked.update(path)
             span += c.nbytes
             taken.append(c)
+        self.work_left -= len(candidates) // 2
         return taken
 
     # -- move 2 ----------------------------------------------------------------------------------------------------
@@ -228,11 +267,11 @@ class Improver:
         most = int(excess.max())
         victims: list[Holding] = []
         lost = 0.0
-        self.work_left -= 1
         for _, loss, holding in losses:
             if most <= 0:
                 break
             first, last = max(holding.first_place, low) - low, min(holding.last_place, high) - low
+            self.work_left -= 1
             if first > last or holding.value in c.values or int(excess[first : last + 1].max()) <= 0:
                 continue
             lost += loss
@@ -276,7 +315,7 @@ def _held_bytes(schedule: Schedule) -> NDArray[np.int64]:
     return np.array([schedule.kept_bytes, *(miss.held_bytes for miss in schedule.misses)], dtype=np.int64)
 
 
-def _without(schedule: Schedule, victims: list[Holding]) -> tuple[dict[int, set[int]], dict[tuple[int, int], int]]:
+def _without(schedule: Schedule, victims: list[Holding]) -> tuple[_Wished, _Ends]:
     """The schedule's wishes without some of its holdings."""
     wishes = schedule.wishes()
     for holding in victims:
@@ -284,7 +323,7 @@ def _without(schedule: Schedule, victims: list[Holding]) -> tuple[dict[int, set[
     return wishes, schedule.until()
 
 
-def _add(wishes: dict[int, set[int]], until: dict[tuple[int, int], int], c: _Candidate) -> None:
+def _add(wishes: _Wished, until: _Ends, c: _Candidate) -> None:
     wishes.setdefault(c.begin, set()).update(c.values)
     for v in c.values:
         until[v, c.begin] = max(until.get((v, c.begin), c.fetch), c.fetch)

@@ -4,8 +4,8 @@ Why data and not a policy object: a plan is printed, saved, compared, checked by
 (`recals.planning.checker`) and followed by the engine; none of these needs the planner that made it.
 
 Meaning (shared by the planner, the checker, the simulator and the engine)
-1. Every value in ``keep`` is held from the moment it is saved (an unsaved one: from the moment its op has run).
-   Any other saved value is dropped at once. Pinned values are held whatever the plan says and never appear in it.
+1. Every value in ``keep`` is a saved one and is held from the moment it is saved. Any other saved value is dropped at once.
+   Pinned values are held whatever the plan says and never appear in it.
 2. A fetch of a value that is held, external or a source costs nothing. Any other fetch is a *miss*; the ``nth`` miss of a
    value (counted from 0) looks up the step ``(value, nth)``. With no such step the value is rebuilt for this fetch alone.
 3. A step first lets go of ``discard`` (held values leave the held set, their bytes may still feed this very rebuild), then

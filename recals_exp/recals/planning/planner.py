@@ -41,6 +41,7 @@ _LAZINESS = (0.0, 0.1, 0.5, 0.7)  # price per byte, in units of (forward cost / 
 _LEVEL_SHARES = (1.0, 0.9, 0.8, 0.7)  # of the capacity
 _SEGMENTS, _LEVELS = 64, 200
 _BIG_PROGRAM_OPS = 4000  # above: the bound's relaxation, no single-level programs
+_HOPELESS_RERUNS = 12  # times the ops of forward
 _FIRST_ROUND, _SECOND_ROUND = 0.35, 0.25  # shares of the work
 
 
@@ -128,6 +129,7 @@ def _plan_one(
         for origin, wishes, until in _starts(problem, model, bound, rivals, small_enough)
         for schedule in [tighten(problem, wishes, until)]
     ]
+    entries = _not_hopeless(problem, entries)
     work = round(WORK * effort)
     entries = _round(problem, entries, round(work * _FIRST_ROUND))
     field = _round(problem, entries[: max(1, len(entries) // 4)], round(work * _SECOND_ROUND))
@@ -172,6 +174,13 @@ def _round(problem: Problem, entries: list[_Entry], work: int) -> list[_Entry]:
         entry.improved = True
         left -= given - max(improver.work_left, 0)
     return sorted(entries, key=lambda entry: (entry.schedule.cost, entry.origin))
+
+
+def _not_hopeless(problem: Problem, entries: list[_Entry]) -> list[_Entry]:
+    """Without starts that re-run so much that repairing them takes the work of all others; at least the cheapest stays."""
+    most = _HOPELESS_RERUNS * len(problem.relevant_ops)
+    hopeful = [e for e in entries if sum(len(miss.ops) for miss in e.schedule.misses) <= most]
+    return hopeful or [min(entries, key=lambda entry: entry.schedule.cost)]
 
 
 def _starts(

@@ -41,6 +41,7 @@ class Problem:
         self.given = [v.producer == SOURCE or v.external or v.pinned for v in values]
         self.nbytes = [v.nbytes for v in values]
         self.producer = [v.producer for v in values]
+        self.saved = [v.saved for v in values]  # these can be held in forward; others only once a miss rebuilds them
         self.small = self._small_change()
         for v in self.small:
             self.given[v] = True

@@ -7,7 +7,7 @@ and turns them into a schedule that keeps the limit by construction:
 2. A miss with no wish rebuilds its value alone. It stays at hand, uncounted, until the next miss (`plan.py`, rule 4), and is
    held if it is fetched again later than that is sure to last (by the next fetch) and fits.
 3. A value with no further use is let go of at the next miss; its bytes may still feed that rebuild.
-4. Wishes that do not fit are granted latest op first (backward needs these first); the others are forgotten.
+4. Forward holds saved values only (`plan.py`, rule 1). Wishes that do not fit are granted latest op first (backward needs these first); the others are forgotten.
 
 Cost is linear in the ops re-run. The checker (`checker.py`) shares no code with this module.
 """
@@ -105,7 +105,7 @@ class _Unroller:
         for value in problem.freed_in_forward:
             self.gone[value] = 1
         for value in self._sensible(wishes.get(FORWARD, ()), FORWARD):
-            if self.used_bytes + problem.nbytes[value] <= self.capacity:
+            if problem.saved[value] and self.used_bytes + problem.nbytes[value] <= self.capacity:
                 self._begin(value, FORWARD, -1)
         schedule.keep = tuple(sorted(holding.value for holding in schedule.holdings))
         schedule.kept_bytes = self.used_bytes

@@ -1,7 +1,7 @@
 """Planned: watch one step, plan it, follow the plan while the same step comes again.
 
-The first step of a kind (same callable, same shapes) runs under ``Dtr`` while its tape is traced. From the trace a plan is
-made in the background (``planning/``), so that training does not stall; steps until then stay with ``Dtr``. A step that
+The first steps of a kind (same callable, same shapes) run under ``Dtr``. When the kind comes again its tape is traced, and a
+plan is made in the background (``planning/``), so that training does not stall; steps until then stay with ``Dtr``. A step that
 departs from its plan is noticed at the first saved value that is not where the plan has it: the rest of it runs under
 ``Dtr``, exactly as ever, and the kind is traced anew the next time.
 
@@ -22,6 +22,9 @@ from .dtr import Dtr
 if TYPE_CHECKING:
     from ..cache import Cache
     from ..planning.plan import Plan, Step
+
+_ONE_AT_A_TIME = threading.Lock()  # planning takes a core: several plans at once would only slow down training
+_FULL_EFFORT_OPS = 400
 
 Planner = Callable[[TapeRecord, int], "Plan"]
 
@@ -45,12 +48,12 @@ class Route:
 class _Kind:
     """One kind of step."""
 
-    __slots__ = ("departures", "is_planning", "route")
+    __slots__ = ("is_planning", "route", "seen")
 
     def __init__(self) -> None:
         self.route: Route | None = None
         self.is_planning = False
-        self.departures = 0
+        self.seen = 0
 
 
 @final
@@ -88,7 +91,9 @@ class Planned(StepPolicy):
         self._kind = kind
         self._first_seq = first_seq
         self._route = kind.route
-        if kind.route is None and not kind.is_planning and cache.limit_bytes is not None:
+        kind.seen += 1
+        comes_again = kind.seen > 1 or self._waits  # a kind seen once may never come again: not worth a plan
+        if kind.route is None and comes_again and not kind.is_planning and cache.limit_bytes is not None:
             cache.trace = []
 
     def returned(self, values: Iterable[Value]) -> None:
@@ -118,7 +123,8 @@ class Planned(StepPolicy):
 
     def _plan(self, kind: _Kind, record: TapeRecord, limit_bytes: int) -> None:
         try:
-            kind.route = Route(record, self._planner(record, limit_bytes))
+            with _ONE_AT_A_TIME:
+                kind.route = Route(record, self._planner(record, limit_bytes))
         finally:
             kind.is_planning = False
 
@@ -234,4 +240,5 @@ def default_planner(record: TapeRecord, limit_bytes: int) -> Any:
     from ..planning.planner import make_plan
     from ..simulate import plan_of
 
-    return make_plan(record, limit_bytes, others=(plan_of(record, limit_bytes, "dtr"),)).plan
+    effort = min(1.0, len(record.ops) / _FULL_EFFORT_OPS)
+    return make_plan(record, limit_bytes, effort=effort, others=(plan_of(record, limit_bytes, "dtr"),)).plan
