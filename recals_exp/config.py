@@ -32,7 +32,16 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from recals_exp.runconfig import BUDGET_FORMS, MODES, TARGET_FORMS, Budget, ConfigError, PartSpec, PipelineSpec, RunConfig
+from recals_exp.runconfig import (
+    BUDGET_FORMS,
+    MODES,
+    TARGET_FORMS,
+    Budget,
+    ConfigError,
+    PartSpec,
+    PipelineSpec,
+    RunConfig,
+)
 
 AVAILABLE_MODES = ("run", "predict", "analyze")  # of MODES: the others are reserved
 PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target

@@ -66,13 +66,17 @@ def prediction_png(curves: Sequence[Curve], title: str) -> bytes:
     for index, curve in enumerate(curves):
         color = COLORS[index % len(COLORS)] if curve.peak_bytes else GREY
         style = "-" if curve.peak_bytes else ":"
-        overhead.plot(curve.budget_pct, curve.overhead_pct, style, marker="o", markersize=3.5, color=color, label=curve.name)
+        overhead.plot(
+            curve.budget_pct, curve.overhead_pct, style, marker="o", markersize=3.5, color=color, label=curve.name
+        )
         if curve.peak_bytes:
             peaks = [nbytes / MIB for nbytes in curve.peak_bytes]
             memory.plot(curve.budget_pct, peaks, marker="o", markersize=3.5, color=color, label=curve.name)
         if curve.knee_pct is not None:
             at = curve.budget_pct.index(curve.knee_pct)
-            overhead.plot(curve.knee_pct, curve.overhead_pct[at], "o", markersize=9, markerfacecolor="none", color=color)
+            overhead.plot(
+                curve.knee_pct, curve.overhead_pct[at], "o", markersize=9, markerfacecolor="none", color=color
+            )
     _finish(overhead, "predicted overhead over a plain step (%)", "What a budget will cost (ring: knee)")
     _finish(memory, "predicted peak memory of a step (MiB)", "What a budget will save")
     memory.set_ylim(bottom=0)

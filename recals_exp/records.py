@@ -205,7 +205,7 @@ class RunResult:
     peak_memory_bytes: int | None = None
     gradients_identical: bool | None = None  # every gradient of one step, to the last bit
     error: str | None = None  # one line; the traceback is in the job's log
-    predicted_overhead_pct: float | None = None  # ops re-run, percent of a step in the cost model, from one profiled step
+    predicted_overhead_pct: float | None = None  # ops re-run, percent of a step, in the cost model
     bound_overhead_pct: float | None = None  # no policy costs less within the limit (same unit)
 
     strategy: str

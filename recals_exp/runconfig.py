@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODES = ("run", "predict", "analyze", "dry_run")
-BUDGET_FORMS = "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
+BUDGET_FORMS = (
+    "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
+)
 TARGET_FORMS = "the peak of a whole step, a size with its unit such as 6GiB, or null"
 _BINARY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

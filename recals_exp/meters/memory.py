@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import sys
 import threading
 from collections.abc import Callable

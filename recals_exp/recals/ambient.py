@@ -117,6 +117,7 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
             ),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
+        "threads": (torch.get_num_threads, torch.set_num_threads),  # reductions split by it
         "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "mkldnn": attribute(torch.backends.mkldnn, "enabled"),
     }

@@ -83,23 +83,29 @@ class Handle:
                 alias.data = _empty_on(alias.device)
 
     def unpack(self) -> Tensor:
-        alias, geometry = self.alias, self.geometry
-        if alias._version != self.version:
-            kind, size = (alias.type(), alias.shape) if geometry is None else (str(geometry.dtype), geometry.size)
-            raise modified(kind, size, alias._version, self.version)
-        storage = self.cache.fetch(self.slot.latest)
-        if geometry is None:
-            return alias
-        with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
-            tensor = alias.detach()
-            whole = torch.empty(0, dtype=geometry.dtype, device=storage.device)
-            whole.set_(storage, geometry.offset, geometry.size, geometry.stride)
-            tensor.data = whole
-            if geometry.is_conj:
-                tensor = torch._conj(tensor)
-            if geometry.is_neg:
-                tensor = torch._neg_view(tensor)
+        """The saved tensor. Never the alias itself: it may be stripped while autograd still works with what it got."""
+        with self.cache.lock:
+            if self.alias._version != self.version:
+                raise self._modified()
+            storage = self.cache.fetch(self.slot.latest)
+            alias, geometry = self.alias, self.geometry
+            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
+                tensor = alias.detach()
+                if geometry is None:
+                    return tensor
+                whole = torch.empty(0, dtype=geometry.dtype, device=storage.device)
+                whole.set_(storage, geometry.offset, geometry.size, geometry.stride)
+                tensor.data = whole
+                if geometry.is_conj:
+                    tensor = torch._conj(tensor)
+                if geometry.is_neg:
+                    tensor = torch._neg_view(tensor)
         return tensor
+
+    def _modified(self) -> RuntimeError:
+        alias, geometry = self.alias, self.geometry
+        kind, size = (alias.type(), alias.shape) if geometry is None else (str(geometry.dtype), geometry.size)
+        return modified(kind, size, alias._version, self.version)
 
     def __del__(self) -> None:
         slot = getattr(self, "slot", None)

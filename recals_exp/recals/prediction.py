@@ -309,7 +309,7 @@ def _bind(record: TapeRecord, name: str, limits: list[int], effort: float) -> li
 
     pinned, total = pinned_bytes(record), simulate(record, None, "fifo").peak_cached_bytes
     rooms = [limit - pinned for limit in limits if limit < total]
-    rivals = {room: (plan_of(record, room, "dtr"),) for room in rooms}
+    rivals: dict[int, tuple[Plan, ...]] = {room: (plan_of(record, room, "dtr"),) for room in rooms}
     plans = [planned.plan for planned in make_plans(record, rooms, effort=effort, others=rivals)] if rooms else []
     makers = [_follower(record, plan) for plan in plans]
     return [*makers, *[Fifo for _ in limits[len(plans) :]]]  # with room for everything any policy holds everything

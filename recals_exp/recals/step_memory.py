@@ -37,7 +37,6 @@ from torch.autograd import _record_function_with_args_exit as _leave
 from torch.profiler import ProfilerActivity, profile
 
 from .cache import Cache
-from .graph import Value
 from .policies import Policy
 from .record import SOURCE, TapeRecord
 from .simulate import simulate
@@ -52,7 +51,7 @@ class StepMemory:
     resident_bytes: int  # there before the step and throughout: parameters, buffers, optimizer state, the batch
     before: int  # highest before the first event, above the start (rule 1)
     at_event: tuple[int, ...]  # when event i happened
-    until_next: tuple[int, ...]  # highest from event i to the next; the last one covers the optimizer, if it was watched
+    until_next: tuple[int, ...]  # highest from event i to the next; the last one: to the step's end
 
     def peak_bytes(self, record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> int:
         """Predicted peak of the step with its cache held to ``limit_bytes`` by ``policy``."""
@@ -184,7 +183,7 @@ class LiveBytes:
         with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
         events = []
-        for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        for event in profiler.profiler.kineto_results.events():
             is_mark = event.name() == _MARK
             if is_mark or (event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU):
                 events.append((event.start_ns(), is_mark, 0 if is_mark else event.nbytes()))
@@ -217,5 +216,3 @@ def step_memory(record: TapeRecord, live: LiveBytes, resident_bytes: int) -> Ste
         until_next.append(max(0, live.until_next[i + 1] - (max(cached, after) if late and kind == "free" else after)))
         cached = after
     return StepMemory(resident_bytes, live.until_next[0], tuple(at_event), tuple(until_next))
-
-

@@ -42,7 +42,7 @@ with warnings.catch_warnings():
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
-SHORT_SAMPLES = 4
+SHORT_SAMPLES = 3
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

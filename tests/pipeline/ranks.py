@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,11 +127,12 @@ def reference(name: str, m: int, bounds: tuple[int, ...]) -> Any:
 
 
 class Fault(nn.Module):
-    """Goes wrong at its third call."""
+    """Goes wrong at its fourth call: micro-batch 3."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, mark: str) -> None:
         super().__init__()
         self.how = how
+        self.mark = mark  # a file for the moment it goes wrong
         self.calls = 0
         self.scale = nn.Parameter(torch.ones(()))
 
@@ -138,6 +140,7 @@ class Fault(nn.Module):
         fake = isinstance(x, torch._subclasses.FakeTensor)
         self.calls += not fake
         if self.calls == 4 and not fake:
+            Path(self.mark).write_text(str(time.monotonic()))
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "exit":
@@ -148,8 +151,8 @@ class Fault(nn.Module):
         return x * self.scale
 
 
-def faulty(how: str, stage: int) -> Any:
-    model = nn.Sequential(*(Fault(how if k == stage else "") if k == stage else nn.Linear(4, 4) for k in range(2)))
+def faulty(how: str, stage: int, mark: str) -> Any:
+    model = nn.Sequential(*(Fault(how, mark) if k == stage else nn.Linear(4, 4) for k in range(2)))
     x = torch.randn(16, 4)
     pipe = DistributedPipeline(model, square, x, ProcessSpec(2, 8, "1f1b"))
     return pipe.step(x, torch.zeros(16)).loss

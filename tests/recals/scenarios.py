@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from parity.harness import Call, Case, Notes, Subject, grid, plain, seed_everything, weighted_sum
+from parity.harness import Call, Case, Notes, Subject, plain, seed_everything, weighted_sum
 from torch import Tensor, nn
 
-from recals_exp.recals import Recals, SourceChangedError
+from recals_exp.recals import POLICIES, Recals, SourceChangedError
 
 Story = Callable[[Call], Any]
 
@@ -42,8 +43,19 @@ class Stories(list[Case]):
         """``@stories.each()``: the test runs for every story x policy x budget.
 
         Not at the middle budget: stories are short, and what happens between the smallest limit and the total is one of both.
+        All of it runs for the first policy; for the others the smallest limit does, and the rest is marked slow.
         """
-        return grid(self, ("full", "smallest", "nothing"))
+        names = [case.name for case in self]
+        assert len(set(names)) == len(names), f"two stories of one name: {sorted(names)}"
+        first = next(iter(POLICIES))
+        params = []
+        for case in self:
+            for policy in POLICIES:
+                for budget in ("full", "smallest", "nothing"):
+                    quick = policy == first or budget == "smallest"
+                    marks = () if quick else pytest.mark.slow
+                    params.append(pytest.param(case, policy, budget, id=f"{case.name}-{policy}-{budget}", marks=marks))
+        return pytest.mark.parametrize(("case", "policy", "budget"), params)
 
 
 def _told(case: Case, call: Call, subject: Subject, note: Notes) -> None:

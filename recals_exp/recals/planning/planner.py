@@ -7,7 +7,7 @@ between, several levels where little is kept, and what is cheap to rebuild shoul
    multi-level recursions at several prices of laziness and several shares of the limit, a plan for a smaller limit, and any
    plan the caller brings (DTR, simulated);
 2. each becomes an exact schedule (`unroll`); the better half goes on, twice, with more local search each time (`improve`);
-3. the best one is shaken until the work is used up;
+3. the best few are shaken, then the best of them, until the work is used up;
 4. the judge (`checker`) interprets the result; it must agree on the cost to rounding.
 
 Work is counted in ops visited, so that a plan depends on the record, the limit and the effort alone. A list of limits is planned
@@ -32,8 +32,11 @@ from .segments import build_segments, choose_cuts
 from .single_level import single_level_wishes
 from .unroll import Schedule, Until, Wishes, tighten, to_plan
 
-WORK = 3_000_000
-"""Ops and fetches visited for one plan at effort 1: five to ten seconds of one core."""
+_WORK_LEAST, _WORK_MOST = 3_000_000, 8_000_000
+"""Ops and fetches visited for one plan at effort 1: about three seconds of one core for a few hundred ops (most), ten for
+2,500 and forty for 10,000 (least; fixed costs add to it)."""
+
+_WORK_HALVES_AT_OPS = 500
 
 _BOUND_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the limit: the rest is left for rebuilding
 _STAGES = (4, 8, 16)
@@ -42,7 +45,8 @@ _LEVEL_SHARES = (1.0, 0.9, 0.8, 0.7)  # of the capacity
 _SEGMENTS, _LEVELS = 64, 200
 _BIG_PROGRAM_OPS = 4000  # above: the bound's relaxation, no single-level programs
 _HOPELESS_RERUNS = 12  # times the ops of forward
-_FIRST_ROUND, _SECOND_ROUND = 0.35, 0.25  # shares of the work
+_FIRST_ROUND, _SECOND_ROUND, _SEMIFINAL, _FINAL = 0.2, 0.15, 0.35, 0.3  # shares of the work
+_FINALISTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def make_plan(
     Args:
         record: one profiled step.
         limit_bytes: the held set never exceeds this.
-        effort: scales the work (1: `WORK`).
+        effort: scales the work of the local search.
         others: plans to beat, e.g. DTR's; they must keep the limit.
         seed: of the local search.
     """
@@ -130,13 +134,14 @@ def _plan_one(
         for schedule in [tighten(problem, wishes, until)]
     ]
     entries = _not_hopeless(problem, entries)
-    work = round(WORK * effort)
+    work = round(effort * max(_WORK_LEAST, _WORK_MOST / (1 + len(problem.relevant_ops) / _WORK_HALVES_AT_OPS)))
     entries = _round(problem, entries, round(work * _FIRST_ROUND))
     field = _round(problem, entries[: max(1, len(entries) // 4)], round(work * _SECOND_ROUND))
-    best = field[0]
-    if best.schedule.cost > 0:
-        shaker = Improver(problem, round(work * (1 - _FIRST_ROUND - _SECOND_ROUND)))
-        best.schedule = shaker.shake(best.schedule, seed)
+    finalists = field[:_FINALISTS]
+    for entry in finalists:
+        entry.schedule = Improver(problem, round(work * _SEMIFINAL / len(finalists))).shake(entry.schedule, seed)
+    best = min(finalists, key=lambda entry: (entry.schedule.cost, entry.origin))
+    best.schedule = Improver(problem, round(work * _FINAL)).shake(best.schedule, seed + 1)
     plan = to_plan(problem, best.schedule, f"planned ({best.origin})")
     verdict = check(record, plan)
     assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
