@@ -318,6 +318,13 @@ class TerminalFormatter(logging.Formatter):
         return super().format(bare)
 
 
+class TerminalFilter(logging.Filter):
+    """Keeps from the terminal what is printed there anyway: records with ``extra={"printed": True}``."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(record, "printed", False)
+
+
 # -- folders (rule 3) --------------------------------------------------------------------------------------------------
 
 

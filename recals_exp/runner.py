@@ -57,6 +57,7 @@ from recals_exp.writers import RunWriter, has_events, write_tradeoff
 log = logging.getLogger(__name__)
 
 ANALYSIS_FILE = "analysis.txt"
+PRINTED = {"printed": True}  # the command line prints it; the log file has it too
 
 
 def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -> RunResult:
@@ -156,7 +157,7 @@ class _Job:
         step, batches = self._build()
         analysis = self._analyse(step, next(batches).x)
         table = format_analysis(analysis)
-        log.info("what the model caches, by layer:\n%s", table)
+        log.info("what the model caches, by layer:\n%s", table, extra=PRINTED)
         (folder / ANALYSIS_FILE).write_text(table + "\n", encoding="utf-8")
         return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=analysis.total_bytes)
 
@@ -169,7 +170,7 @@ class _Job:
         with amid_training(step, batch, config.seed) as state:
             prediction = predict(self._profile(step, state, batch))
         title = f"Predicted from one step: {config.model.name}, {config.dataset.name}, batch of {config.batch_size}"
-        log.info("%s\n%s", title, write_prediction(prediction, folder, title))
+        log.info("%s\n%s", title, write_prediction(prediction, folder, title), extra=PRINTED)
         self._done("predicted")
         return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=total_bytes)
 

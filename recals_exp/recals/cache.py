@@ -144,6 +144,8 @@ class Cache:
     def maybe_ended(self) -> None:
         """Nothing is cached and no call is running: the step is over."""
         if self._stepper is not None and not self.live and not self.calls_running:
+            for value in list(self.held):  # checkpoints of a plan
+                self._let_go(value)
             self._stepper.ended(self)
 
     def replace(self, old: Value, new: Value, payload: Any) -> None:

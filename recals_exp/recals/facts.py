@@ -50,7 +50,7 @@ _NOT_REPLAYABLE = frozenset(
         "resize_as_",
         "_resize_output_",
     }
-    | {"from_file", "_local_scalar_dense"}
+    | {"from_file", "_local_scalar_dense", "_sparse_mm_reduce_impl"}  # the last looks at requires_grad
 )
 
 

@@ -22,7 +22,7 @@ from .prediction import Prediction, predict, profile_call
 from .profiling import profile_step
 from .randomness import GpuDevices, SavedGenerators
 from .record import TapeRecord
-from .recorder import Recorder, Session
+from .recorder import NO_STORAGE, Recorder, Session
 from .replay import Replayer
 from .sizes import format_bytes, parse_bytes
 from .structure import output_tensors, step_key
@@ -112,10 +112,12 @@ class Recals:
         """The values that the outputs of a call hold."""
         found: list[Value] = []
         for tensor in output_tensors(out):
-            if tensor.layout is torch.strided and not tensor.is_nested:
+            try:
                 value = self.registry.get(id(tensor.untyped_storage()))
-                if type(value) is TensorValue:
-                    found.append(value)
+            except NO_STORAGE:
+                continue
+            if type(value) is TensorValue:
+                found.append(value)
         return found
 
     def analyze(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Analysis:

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 _SERIAL = itertools.count()
 _NO_KWARGS: dict[str, Any] = {}
+# Bare getters: they run once per op.
 _is_grad_enabled = torch.is_grad_enabled
+_default_dtype = torch.get_default_dtype
+_mkldnn_enabled = torch._C._get_mkldnn_enabled
+_matmul_precision = torch._C._get_float32_matmul_precision
 _PLAIN_TYPES = (Tensor, Parameter)
 NO_STORAGE = (NotImplementedError, RuntimeError)  # what ``untyped_storage`` raises on sparse and other layouts
 
@@ -87,6 +91,7 @@ class Recorder(RecorderMode):
         self.cache = owner.cache
         self.registry: Registry = owner.registry
         self.facts = owner.facts
+        self._settings = (_default_dtype(), _mkldnn_enabled(), _matmul_precision())
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage]] = []  # read by the op that is being recorded
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
@@ -103,6 +108,8 @@ class Recorder(RecorderMode):
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if types and any(kind not in _PLAIN_TYPES for kind in types):
             return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
+        if (_default_dtype(), _mkldnn_enabled(), _matmul_precision()) != self._settings:
+            self._settings_changed()  # in the middle of the call
         inputs: dict[Value, None] = {}
         recorded: list[Any] = []
         registry, serial = self.registry, self.session.serial
@@ -132,6 +139,10 @@ class Recorder(RecorderMode):
         )
         self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
         return out
+
+    def _settings_changed(self) -> None:
+        self._settings = (_default_dtype(), _mkldnn_enabled(), _matmul_precision())
+        self.session.ambient = Ambient()
 
     def facts_of(self, func: OpOverload) -> OpFacts:
         facts = self.facts.get(func)

@@ -64,13 +64,23 @@ class _SimValue(Value):
         return self.payload
 
 
-class _Adder:
+class Adder:
     """Executor that only adds up."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.cost = 0.0
         self.ops: list[int] = []
+        # for a watcher of bytes, which resets both as it likes
+        self.cache: Cache | None = None
+        self.outside: Sequence[Value] = ()  # values whose bytes are there although the cache does not hold them
+        self.highest_bytes = 0  # cache, working set, outside, and what an op that re-ran was about to make
+
+    def bytes_now(self) -> int:
+        """Bytes of the cache, the working set and ``outside``, each value once."""
+        assert self.cache is not None
+        outside = sum(value.nbytes for value in self.outside if value.payload is None)
+        return self.cache.cached_bytes + self.cache.working_bytes + outside
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -80,11 +90,13 @@ class _Adder:
         assert isinstance(op, _SimOp)
         self.cost += op.cost()
         self.ops.append(op.id)
+        if self.cache is not None:
+            self.highest_bytes = max(self.highest_bytes, self.bytes_now() + sum(value.nbytes for value in wanted))
         return [_TOKEN] * len(wanted)
 
 
-Watch = Callable[[Cache, Sequence[Value]], None]
-"""Called after every event with the cache and the values by id."""
+Watch = Callable[[Adder, Sequence[Value]], None]
+"""Called after every event, with the executor and the values by id."""
 
 
 def following(record: TapeRecord, plan: Plan) -> Planned:
@@ -119,13 +131,15 @@ def simulate(
         needs_plan = limit_bytes is not None and limit_bytes < simulate(record, None, "fifo").peak_cached_bytes
         room = (limit_bytes or 0) - pinned_bytes(record)
         policy = following(record, default_planner(record, room)) if needs_plan else "fifo"
-    adder = _Adder()
+    adder = Adder()
     chosen = make_policy(policy)
     cache = Cache(limit_bytes, chosen, adder)
     values = _values(record)
     if isinstance(chosen, StepPolicy):
         chosen.began(cache, record.signature, 0)
     cache.calls_running = 1
+    if watch is not None:
+        adder.cache = cache
     for kind, index in record.forward_events:
         if kind == "save":
             value = values[index]
@@ -135,7 +149,7 @@ def simulate(
         elif kind == "free":
             _release(cache, values[index])
         if watch is not None:
-            watch(cache, values)
+            watch(adder, values)
     cache.calls_running = 0
     for event, index in record.backward_events:
         if event == "fetch":
@@ -143,7 +157,7 @@ def simulate(
         else:
             _release(cache, values[index])
         if watch is not None:
-            watch(cache, values)
+            watch(adder, values)
     return Simulation(
         policy=chosen.name,
         limit_bytes=limit_bytes,
@@ -189,7 +203,7 @@ def plan_of(record: TapeRecord, limit_bytes: int, policy: str | Policy) -> Plan:
     """What a policy does on a recorded step, written down as a plan: a rival for the planner."""
     from .planning.plan import Plan, Step
 
-    adder = _Adder()
+    adder = Adder()
     chosen = make_policy(policy)
     cache = Cache(limit_bytes, chosen, adder)
     values = _values(record)

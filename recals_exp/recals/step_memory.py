@@ -15,7 +15,9 @@ Rules
    ``resident_bytes``; gradients, the optimizer's temporaries and backward's own transient are measured, in ``beside``.
 2. A value *flows* from the op that makes it to the last op that reads it, outputs of the model to the end of the step: dropped
    or not, its bytes are there. It counts once.
-3. CPU: allocations are events of torch's profiler, placed between marks that every cache event leaves in the same stream. A
+3. A node of autograd has its saved values *in hand* from the moment it asks for them until it frees them, also those that the
+   cache drops in between to make room for the next.
+4. CPU: allocations are events of torch's profiler, placed between marks that every cache event leaves in the same stream. A
    peak is looked for after allocations only. Accelerators: their allocator's own counters, read at every event; what
    autograd frees just after a handle's death counts as cached until the next event.
 
@@ -26,7 +28,7 @@ rule 2 says, and caching by libraries. Good to a few percent; a target that must
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +38,10 @@ from torch.autograd import _record_function_with_args_enter as _enter
 from torch.autograd import _record_function_with_args_exit as _leave
 from torch.profiler import ProfilerActivity, profile
 
-from .cache import Cache
+from .graph import Value
 from .policies import Policy
 from .record import SOURCE, TapeRecord
-from .simulate import simulate
+from .simulate import Adder, simulate
 
 _MARK = "recals.event"
 
@@ -72,19 +74,30 @@ class _Moment:
 
 def _moments(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> list[_Moment]:
     moments: list[_Moment] = []
-    flows = _flowing(record)
-    names = iter([*flows, *[flows[-1] if flows else ()] * len(record.backward_events)])
+    outside = iter([*_flowing(record), *_in_hand(record)])
 
-    def watch(cache: Cache, values: Any) -> None:
-        # flowing values that the cache does not hold; those of the record that are sources are always there
-        outside = sum(values[v].nbytes for v in next(names) if values[v] not in cache.held)
-        highest = cache.peak_cached_bytes + cache.peak_working_bytes
-        now = cache.cached_bytes + cache.working_bytes
-        cache.peak_cached_bytes, cache.peak_working_bytes = cache.cached_bytes, cache.working_bytes
-        moments.append(_Moment(outside + highest, outside + now))
+    def watch(adder: Adder, values: Sequence[Value]) -> None:
+        adder.outside = [values[v] for v in next(outside)]
+        now = adder.bytes_now()
+        moments.append(_Moment(max(now, adder.highest_bytes), now))
+        adder.highest_bytes = 0
 
     simulate(record, limit_bytes, policy, watch)
     return moments
+
+
+def _in_hand(record: TapeRecord) -> list[tuple[int, ...]]:
+    """For every backward event: the values that are there just after it whatever the cache does (rules 2 and 3)."""
+    external = [i for i, value in enumerate(record.values) if value.external]
+    result: list[tuple[int, ...]] = []
+    hand: dict[int, None] = {}
+    for kind, index in record.backward_events:
+        if kind == "fetch":
+            hand[index] = None
+        else:
+            hand.clear()
+        result.append((*external, *(v for v in hand if not record.values[v].external)))
+    return result
 
 
 def _flowing(record: TapeRecord) -> list[tuple[int, ...]]:
@@ -147,7 +160,7 @@ class Marked(list[tuple[str, Any, str]]):
 
 
 class LiveBytes:
-    """Watches the live bytes of ``device`` between marks (rule 3)."""
+    """Watches the live bytes of ``device`` between marks (rule 4)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -208,7 +221,7 @@ def step_memory(record: TapeRecord, live: LiveBytes, resident_bytes: int) -> Ste
             "another profiler ran at the same time; profile the step alone"
         )
     events = [*record.forward_events, *record.backward_events]
-    late = live.device.type != "cpu"  # rule 3
+    late = live.device.type != "cpu"  # rule 4
     cached, at_event, until_next = 0, [], []
     for i, (kind, _) in enumerate(events):
         after = moments[i].bytes_after

@@ -202,7 +202,7 @@ def lstm_like(steps: int, *, unit: int = 16) -> TapeRecord:
     return b.build(y, f"lstm{steps}")
 
 
-def random_dag(seed: int, n_ops: int = 30) -> TapeRecord:
+def random_dag(seed: int, n_ops: int = 30, pinned_share: float = 0.05) -> TapeRecord:
     """Any shape autograd could make: several outputs, saves of inputs and outputs, values read far away, pinned ones."""
     rng = random.Random(seed)
     b = RecordBuilder()
@@ -219,6 +219,6 @@ def random_dag(seed: int, n_ops: int = 30) -> TapeRecord:
             rng.choice((0.0, 0.1, 1.0, 3.0)),
             saves_inputs=saves_inputs,
             saves_outputs=saves_outputs,
-            pinned=rng.random() < 0.05,
+            pinned=rng.random() < pinned_share,
         )
     return b.build(made[-1] if rng.random() < 0.5 else None, f"random{seed}")

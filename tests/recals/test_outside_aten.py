@@ -141,8 +141,9 @@ def numpy_changes_memory_made_by_an_op(call: Call) -> Any:
     return [told(call, fn, leaf(16)) for _ in range(2)]
 
 
-@stories(options=AUDITED)
+@stories(options=AUDITED, may_lose_source=True)
 def a_shared_array_changes_between_two_reads(call: Call) -> Any:
+    """The old content of the program's own memory is gone: a value that was made from it can only be held, or missed."""
     array = np.ones(16, dtype=np.float32)
     shared = torch.from_numpy(array)
 
@@ -151,7 +152,8 @@ def a_shared_array_changes_between_two_reads(call: Call) -> Any:
         array[:] = 3.0
         return (y * y).exp().sin() + shared
 
-    return told(call, fn, leaf(16)), array
+    before = told(call, lambda x: x.sin().exp().cos().tanh(), leaf(16))
+    return before, told(call, fn, leaf(16)), array
 
 
 # -- custom ops ----------------------------------------------------------------------------------------------------------
@@ -298,17 +300,6 @@ def two_tensors_over_one_memory(call: Call) -> Any:
 
 
 @stories(options=AUDITED)
-def numpy_changes_a_saved_value_after_its_last_read(call: Call) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        y = x.sin()
-        z = (y * y).exp().sin()
-        y.detach().numpy()[::2] = 0.5
-        return z
-
-    return [told(call, fn, leaf(16)) for _ in range(2)]
-
-
-@stories(options=AUDITED)
 def written_by_another_thread(call: Call) -> Any:
     """Modes are per thread: what another thread does inside the call is not recorded."""
 
@@ -352,6 +343,32 @@ def parts_computed_in_other_threads(call: Call) -> Any:
 @stories.each()
 def test_outside_aten(case: Case, policy: str, budget: str) -> None:
     check(case, policy, budget)
+
+
+unseen = Stories()
+
+
+@unseen(options=AUDITED)
+def numpy_changes_a_saved_value_after_its_last_read(call: Call) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = (y * y).exp().sin()
+        y.detach().numpy()[::2] = 0.5
+        return z
+
+    return [told(call, fn, leaf(16)) for _ in range(2)]
+
+
+@pytest.mark.xfail(
+    reason="the value was dropped when autograd saved it; what NumPy wrote afterwards died with the program's own tensor, at the "
+    "end of the function, before anybody could look. Held to the end (a limit that drops nothing), it is seen"
+)
+def test_memory_changed_after_its_last_read_and_then_let_go() -> None:
+    check(unseen[0], "fifo", "smallest")
+
+
+def test_memory_changed_after_its_last_read_and_held() -> None:
+    check(unseen[0], "fifo", "full")
 
 
 def test_an_op_with_hidden_state_is_pinned_by_the_audit() -> None:

@@ -130,6 +130,9 @@ class _Interpreter:
             raise self.fail(f"it lets go of the values {sorted(discard - self.held)[:5]}, which are not held")
         if hold & self.held:
             raise self.fail(f"it rebuilds the values {sorted(hold & self.held)[:5]}, which are held")
+        strangers = sorted(v for v in hold if not self.record.values[v].saved and v not in self.ancestors(value))
+        if strangers:
+            raise self.fail(f"it holds the unsaved values {strangers[:5]}, which value {value} is not made from")
         there = self.held | self.always
         for value_let_go in discard:
             self.leave(value_let_go)
@@ -137,6 +140,16 @@ class _Interpreter:
         self.replay(value, ops, hold, there)
         if not hold <= self.held:
             raise self.fail(f"the values {sorted(hold - self.held)[:5]} were not rebuilt")
+
+    def ancestors(self, value: int) -> set[int]:
+        found: set[int] = set()
+        todo = [value]
+        while todo:
+            op = self.record.values[todo.pop()].producer
+            new = set(self.record.ops[op].inputs) - found if op != SOURCE else set()
+            found |= new
+            todo.extend(new)
+        return found
 
     def needed_ops(self, targets: set[int], there: set[int]) -> list[int]:
         todo, ops = list(targets), set()

@@ -11,7 +11,8 @@ Meaning (shared by the planner, the checker, the simulator and the engine)
 3. A step first lets go of ``discard`` (held values leave the held set, their bytes may still feed this very rebuild), then
    rebuilds the missed value and every value in ``hold``, re-running each needed op once, in tape order. Needed are the
    ancestors of these targets up to values that are held, discarded just now, external or sources.
-4. Every value in ``hold`` enters the held set until its last handle dies (a value without a handle: until discarded).
+4. Every value in ``hold`` enters the held set until its last handle dies (a value that was never saved: until discarded;
+   it must be one that the missed value is made from, for nobody else knows it).
    The missed value itself is held only if it is listed. Otherwise it is handed to autograd and stays *at hand*: further
    fetches of it are hits, its bytes are working set, and it is gone at the next miss (before that rebuild) or with its last
    handle. This never raises the peak: between two misses the held set only shrinks.

@@ -38,7 +38,7 @@ _WORK_LEAST, _WORK_MOST = 3_000_000, 8_000_000
 
 _WORK_HALVES_AT_OPS = 500
 
-_BOUND_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the limit: the rest is left for rebuilding
+_BOUND_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the capacity: the rest is left for rebuilding
 _STAGES = (4, 8, 16)
 _LAZINESS = (0.0, 0.1, 0.5, 0.7)  # price per byte, in units of (forward cost / cache bytes)
 _LEVEL_SHARES = (1.0, 0.9, 0.8, 0.7)  # of the capacity
@@ -196,7 +196,9 @@ def _starts(
     for rival in rivals:
         yield rival.origin, *_wishes_of(problem, rival)
     for share in _BOUND_SHARES:
-        solution = bound if share == 1.0 else model.solve(round(share * problem.limit_bytes), integral=False)
+        solution = bound if share == 1.0 else model.solve(
+            problem.limit_bytes - round((1 - share) * problem.capacity), integral=False
+        )
         yield f"bound at {share:.0%}", {FORWARD: set(solution.keep)}, None
     if small_enough:
         for stages in _STAGES:

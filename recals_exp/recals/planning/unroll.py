@@ -183,7 +183,11 @@ class _Unroller:
         if not lasts and nbytes[value] <= room:
             hold.append(value)
             room -= nbytes[value]
-        for v in self._sensible(pending, fetch) if pending else ():
+        wanted = self._sensible(pending, fetch) if pending else []
+        if not all([problem.saved[v] for v in wanted]):
+            path = self._path_to(value)
+            wanted = [v for v in wanted if problem.saved[v] or v in path]
+        for v in wanted:
             if nbytes[v] <= room:
                 hold.append(v)
                 room -= nbytes[v]
@@ -200,6 +204,18 @@ class _Unroller:
         schedule.misses.append(
             Miss(fetch, value, tuple(sorted(discard)), tuple(hold), made, ops, cost, self.used_bytes)
         )
+
+    def _path_to(self, value: int) -> set[int]:
+        """The values that rebuilding ``value`` alone makes: of unsaved values only these can be held (`plan.py`, rule 4)."""
+        problem, held = self.problem, self.held
+        path = {value}
+        stack = [value]
+        while stack:
+            for u in problem.inputs[problem.producer[stack.pop()]]:
+                if u not in path and held[u] is None:
+                    path.add(u)
+                    stack.append(u)
+        return path
 
     def _rerun(self, fetch: int, value: int, hold: list[int]) -> tuple[list[int], list[int], float]:
         """What rebuilding the targets takes: the values made, the ops in tape order, and their cost."""

@@ -10,6 +10,7 @@ Plans may cost time, never exactness: what to hold is all that a plan says.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -22,9 +23,12 @@ from .dtr import Dtr
 if TYPE_CHECKING:
     from ..cache import Cache
     from ..planning.plan import Plan, Step
+    from ..profiling import Trace
 
 _ONE_AT_A_TIME = threading.Lock()  # planning takes a core: several plans at once would only slow down training
 _FULL_EFFORT_OPS = 400
+_KINDS_KEPT = 64
+_LOG = logging.getLogger(__name__)
 
 Planner = Callable[[TapeRecord, int], "Plan"]
 
@@ -48,11 +52,12 @@ class Route:
 class _Kind:
     """One kind of step."""
 
-    __slots__ = ("is_planning", "route", "seen")
+    __slots__ = ("is_plannable", "is_planning", "route", "seen")
 
     def __init__(self) -> None:
         self.route: Route | None = None
         self.is_planning = False
+        self.is_plannable = True
         self.seen = 0
 
 
@@ -87,13 +92,16 @@ class Planned(StepPolicy):
     def began(self, cache: Cache, key: Hashable, first_seq: int) -> None:
         kind = self._kinds.get(key)
         if kind is None:
+            while len(self._kinds) >= _KINDS_KEPT:  # shapes that never repeat must not grow for ever
+                del self._kinds[next(iter(self._kinds))]
             kind = self._kinds[key] = _Kind()
         self._kind = kind
         self._first_seq = first_seq
         self._route = kind.route
         kind.seen += 1
         comes_again = kind.seen > 1 or self._waits  # a kind seen once may never come again: not worth a plan
-        if kind.route is None and comes_again and not kind.is_planning and cache.limit_bytes is not None:
+        is_open = kind.is_plannable and not kind.is_planning
+        if kind.route is None and comes_again and is_open and cache.limit_bytes is not None:
             cache.trace = []
 
     def returned(self, values: Iterable[Value]) -> None:
@@ -108,23 +116,33 @@ class Planned(StepPolicy):
         cache.trace = None
         if kind is None or trace is None or cache.limit_bytes is None:
             return
-        from ..profiling import record_of
-
-        record = record_of(trace, external)
-        trace.clear()
         room = cache.limit_bytes - cache.peak_pinned_bytes
-        if not record.backward_events or record.cache_total_bytes <= room:
-            return
         kind.is_planning = True
         if self._waits:
-            self._plan(kind, record, room)
+            self._plan(kind, trace, external, room)
         else:
-            threading.Thread(target=self._plan, args=(kind, record, room), name="recals-planner", daemon=True).start()
+            args = (kind, trace, external, room)
+            threading.Thread(target=self._plan, args=args, name="recals-planner", daemon=True).start()
 
-    def _plan(self, kind: _Kind, record: TapeRecord, limit_bytes: int) -> None:
+    def _plan(self, kind: _Kind, trace: Trace, external: list[Value], room: int) -> None:
+        """Plan one kind of step. It runs after a handle's death or in a thread of its own: nothing may come out of it."""
         try:
+            from ..profiling import record_of
+
+            record = record_of(trace, external)
+            trace.clear()
+            external.clear()
+            if not record.backward_events or room < 0 or record.cache_total_bytes <= room:
+                kind.is_plannable = False
+                return
             with _ONE_AT_A_TIME:
-                kind.route = Route(record, self._planner(record, limit_bytes))
+                kind.route = Route(record, self._planner(record, room))
+        except ValueError as error:  # a step that no record can describe, or no plan can serve
+            kind.is_plannable = False
+            _LOG.info("no plan for this kind of step, it stays with dtr: %s", error)
+        except Exception:
+            kind.is_plannable = False
+            _LOG.exception("planning failed; this kind of step stays with dtr")
         finally:
             kind.is_planning = False
 
