@@ -1,11 +1,11 @@
-# make demo | test | lint | format | clean. The environment is made on first use, and again when pyproject.toml changes.
+# make demo | test | test-all | lint | format | clean. The environment is made on first use, and again when pyproject.toml changes.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: install demo test lint format clean
+.PHONY: install demo test test-all lint format clean
 
 install: $(STAMP)
 
@@ -18,7 +18,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/python -m recals_exp budget=0.125,0.25,0.5 -m
 
+# Everything that ends within a few minutes; `make test-all` adds what is marked slow.
 test: lint
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -86,7 +86,12 @@ def judged(title: str, verdicts: list[Callable[[], Verdict]]) -> list[Verdict]:
     for i, verdict in enumerate(verdicts):
         found.append(verdict())
         if sys.stderr.isatty():
-            print(f"\r{title} {i + 1}/{len(verdicts)}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{title} {i + 1}/{len(verdicts)}, {time.monotonic() - started:.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     print(f"\r{title}: {len(verdicts)} in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return found
 
@@ -101,7 +106,14 @@ def format_counts(rows: list[tuple[str, str, list[Verdict]]]) -> str:
         counts = collections.Counter(verdict.kind for verdict in verdicts)
         samples = sum(verdict.samples for verdict in verdicts)
         rebuilt = str(sum(verdict.rebuilt for verdict in verdicts)) if engine == "recals" else ""
-        cells = [title, engine, str(len(verdicts)), str(samples), rebuilt, *(str(counts[kind] or "") for kind in reversed(ORDER))]
+        cells = [
+            title,
+            engine,
+            str(len(verdicts)),
+            str(samples),
+            rebuilt,
+            *(str(counts[kind] or "") for kind in reversed(ORDER)),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recals_exp import __main__ as cli
-from recals_exp import config, predict, records
+from recals_exp import config, records
 from recals_exp.config import TerminalFilter
 from recals_exp.predict import TargetPeakError, fit_limit
 from recals_exp.runconfig import Budget, ConfigError, PartSpec, RunConfig
@@ -91,7 +91,8 @@ def test_an_impossible_target_is_refused_with_the_smallest_peak(factor: float) -
 def test_a_target_for_the_peak_is_met_by_the_measured_step(tmp_path: Path, policy: str) -> None:
     plain = run(config_of(None), tmp_path / "plain").peak_memory_bytes
     tight = run(config_of("128KiB", policy=policy), tmp_path / "tight").peak_memory_bytes
-    assert plain is not None and tight is not None
+    assert plain is not None
+    assert tight is not None
     target = (plain + tight) // 2
     result = run(config_of(Budget("peak", target), policy=policy), tmp_path / "target")
     assert result.status == records.OK, result.error
@@ -118,10 +119,11 @@ def test_predicted_and_bound_stand_beside_what_was_measured(tmp_path: Path) -> N
     for policy, options in (("fifo", {}), ("dtr", {}), ("planned", {"waits": True})):
         result = run(config_of(0.3, policy=policy, policy_kwargs=options), tmp_path / policy)
         assert result.status == records.OK, result.error
-        assert result.predicted_overhead_pct is not None and result.bound_overhead_pct is not None
+        assert result.predicted_overhead_pct is not None
+        assert result.bound_overhead_pct is not None
         assert 0 < result.bound_overhead_pct <= result.predicted_overhead_pct + 1e-6
-        # the head and the loss cost something too, so FLOPs and cost model differ a little
-        assert result.recompute_flops_pct == pytest.approx(result.predicted_overhead_pct, rel=0.15)
+        # the model of costs counts bytes moved too, which FLOPs leave out; in so small a chain they matter
+        assert result.recompute_flops_pct == pytest.approx(result.predicted_overhead_pct, rel=0.25)
     for unlimited in (config_of(None), config_of(None, strategy="none")):
         result = run(unlimited, tmp_path / unlimited.strategy)
         expected = None if unlimited.strategy == "none" else 0.0
@@ -230,10 +232,3 @@ def test_what_is_printed_is_kept_from_the_terminal_only() -> None:
     assert TerminalFilter().filter(record)
     record.printed = True
     assert not TerminalFilter().filter(record)
-
-
-def test_the_columns_are_those_of_the_rows() -> None:
-    assert predict.COLUMNS == (
-        *("policy", "budget", "cache_limit_bytes", "predicted_overhead_pct", "bound_overhead_pct"),
-        *("documented_overhead_pct", "peak_memory_bytes"),
-    )

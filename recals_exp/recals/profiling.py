@@ -112,6 +112,8 @@ def profile_step(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any)
     inputs = [tensor for tensor in all_tensors((args, kwargs)) if tensor.requires_grad]
     parameters = list(fn.parameters()) if hasattr(fn, "parameters") else []
     grads = [(tensor, tensor.grad) for tensor in (*inputs, *parameters)]
+    for tensor, _ in grads:
+        tensor.grad = None  # backward would add to it in place
     trace: Trace = []
     with torch.enable_grad(), module_state_restored(fn):
         recals.cache.trace = trace

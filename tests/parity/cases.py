@@ -122,7 +122,9 @@ class Notes:
         subject = self._subject
         known: dict[int, str] = {}
         objects: dict[int, str] = {}
-        sources: list[tuple[str, Tensor]] = [(f"input {i}", t) for i, t in enumerate(tensors_in((subject.args, subject.kwargs)))]
+        sources: list[tuple[str, Tensor]] = [
+            (f"input {i}", t) for i, t in enumerate(tensors_in((subject.args, subject.kwargs)))
+        ]
         sources += [*subject.named("parameters"), *subject.named("buffers")]
         for label, tensor in sources:
             objects.setdefault(id(tensor), label)
@@ -162,7 +164,9 @@ class Notes:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.value(f"accelerator generators {when}", torch.cuda.get_rng_state_all())
         self.trace[f"Python generator {when}"] = random.getstate()  # plain data already
-        self.trace[f"NumPy generator {when}"] = [v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()]
+        self.trace[f"NumPy generator {when}"] = [
+            v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()
+        ]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -53,7 +53,9 @@ def op_name(op: OpInfo) -> str:
 
 
 def differentiable_ops() -> list[OpInfo]:
-    return [op for op in op_db if op.supports_autograd and any(d in op.supported_backward_dtypes("cpu") for d in DTYPES)]
+    return [
+        op for op in op_db if op.supports_autograd and any(d in op.supported_backward_dtypes("cpu") for d in DTYPES)
+    ]
 
 
 def op_cases(op: OpInfo, full: bool = False) -> Iterator[Case]:
@@ -89,7 +91,9 @@ def modules() -> list[ModuleInfo]:
 def module_cases(info: ModuleInfo, full: bool = False) -> Iterator[Case]:
     for training in (True, False):
         torch.default_generator.manual_seed(0)
-        samples = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training)
+        samples = info.module_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+        )
         for i, sample in enumerate(_first(samples, full)):
             name = f"{info.name}-{'train' if training else 'eval'}-{i}"
             yield Case(name, _module_subject(info, sample, training), steps=2)
@@ -243,7 +247,9 @@ def compare(case: Case, expected: Trace, found: Trace) -> tuple[str, list[str]]:
         return "exact", []
     if unsteady := differences(expected, run(case, plain)):
         return "unsteady", unsteady[:2]
-    if not differences(without_nodes(expected), without_nodes(found)) and not differences(found, run(case, under_a_mode)):
+    if not differences(without_nodes(expected), without_nodes(found)) and not differences(
+        found, run(case, under_a_mode)
+    ):
         return "node", lines[:1]
     if differences({**expected, "warnings": None}, {**found, "warnings": None}) == []:
         return "warnings", lines

@@ -196,7 +196,9 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str:
         for f in dataclasses.fields(FrozenTensor):
             one, other = getattr(expected, f.name), getattr(found, f.name)
             if one != other:
-                return at + (_content(expected, found) if f.name == "parts" else f"{f.name}: plain {one}, wrapped {other}")
+                return at + (
+                    _content(expected, found) if f.name == "parts" else f"{f.name}: plain {one}, wrapped {other}"
+                )
     if isinstance(expected, Frozen):
         if expected.kind != found.kind:
             return f"{at}plain {_brief(expected)}, wrapped {_brief(found)}"

@@ -58,7 +58,9 @@ def plain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def seed_everything() -> None:
     torch.default_generator.manual_seed(SEED)
-    if torch.cuda.is_initialized():  # before that, ``torch.manual_seed`` would queue a call, with a stack trace, for later
+    if (
+        torch.cuda.is_initialized()
+    ):  # before that, ``torch.manual_seed`` would queue a call, with a stack trace, for later
         torch.cuda.manual_seed_all(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
@@ -87,7 +89,9 @@ def run(case: Case, call: Call, look: Callable[[str], None] = lambda moment: Non
             del error
         after = ambient()
         assert after == before, f"{case}: left behind: {after}, before: {before}"
-        note.value("warnings", sorted((w.category.__name__, str(w.message)) for w in seen if w.category is not RecalsWarning))
+        note.value(
+            "warnings", sorted((w.category.__name__, str(w.message)) for w in seen if w.category is not RecalsWarning)
+        )
         said = {str(w.message) for w in seen if w.category is RecalsWarning}
         unexpected = [text for text in said if case.warns is None or case.warns not in text]
         assert not unexpected, f"{case}: unexpected RecalsWarning: {unexpected}"
@@ -131,7 +135,11 @@ def ambient() -> dict[str, Any]:
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
@@ -213,7 +221,9 @@ class Yardstick:
                     break
                 except CacheLimitError as error:
                     if error.smallest_bytes <= smallest:
-                        raise AssertionError(f"{self.case}: {smallest} refused, {error.smallest_bytes} named") from error
+                        raise AssertionError(
+                            f"{self.case}: {smallest} refused, {error.smallest_bytes} named"
+                        ) from error
                     smallest = error.smallest_bytes
             else:
                 raise AssertionError(f"{self.case}: no limit works, {smallest} bytes neither")

@@ -22,11 +22,21 @@ class Limit:
 
 
 _RAW_KERNEL = "target lengths given as numbers become a tensor outside aten (rule 8): those few bytes are held"
-_IN_SLICES = "fills uninitialised memory slice by slice; what is saved half-filled cannot be rebuilt (rule 8) and is held"
-_NOISE = "in place, it fills its noise argument, uninitialised memory, without saying that it fills all of it (rule 8): held"
-_STATISTICS = "reads its running statistics and then writes them: their old content, two floats a channel, is held (rule 4)"
-_CTC_NODE = "PyTorch takes another overload with the same result when a dispatch mode is active; the node is CtcLossBackward1"
-_RESHAPE_NODE = "PyTorch's reshape makes a view, not an alias, when a dispatch mode is active; the node is ViewBackward0"
+_IN_SLICES = (
+    "fills uninitialised memory slice by slice; what is saved half-filled cannot be rebuilt (rule 8) and is held"
+)
+_NOISE = (
+    "in place, it fills its noise argument, uninitialised memory, without saying that it fills all of it (rule 8): held"
+)
+_STATISTICS = (
+    "reads its running statistics and then writes them: their old content, two floats a channel, is held (rule 4)"
+)
+_CTC_NODE = (
+    "PyTorch takes another overload with the same result when a dispatch mode is active; the node is CtcLossBackward1"
+)
+_RESHAPE_NODE = (
+    "PyTorch's reshape makes a view, not an alias, when a dispatch mode is active; the node is ViewBackward0"
+)
 
 OPS: dict[str, Limit] = {
     "linalg.tensorinv": Limit(("node",), _RESHAPE_NODE),
@@ -48,9 +58,15 @@ def expected(verdict: Verdict, limits: dict[str, Limit], full: bool) -> None:
     limit = limits.get(verdict.name)
     assert verdict.samples > 0, f"{verdict.name}: no samples"
     if limit is None or (not full and not limit.short):
-        assert verdict.kind in ("exact", "saves nothing"), f"{verdict.name} is {verdict.kind}:\n" + "\n".join(verdict.details)
+        assert verdict.kind in ("exact", "saves nothing"), f"{verdict.name} is {verdict.kind}:\n" + "\n".join(
+            verdict.details
+        )
     else:
         assert verdict.kind in limit.kinds, (
             f"known_limits.py says that {verdict.name} is {' or '.join(limit.kinds)}; it is {verdict.kind}"
-            + (": take the entry away" if verdict.kind in ("exact", "saves nothing") else ":\n" + "\n".join(verdict.details))
+            + (
+                ": take the entry away"
+                if verdict.kind in ("exact", "saves nothing")
+                else ":\n" + "\n".join(verdict.details)
+            )
         )

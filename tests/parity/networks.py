@@ -72,18 +72,24 @@ def _vgg() -> nn.Module:
 
 def _convnext() -> nn.Module:
     block = torchvision.models.convnext.CNBlockConfig
-    return torchvision.models.ConvNeXt([block(8, 16, 2), block(16, None, 2)], stochastic_depth_prob=0.3, num_classes=CLASSES)
+    return torchvision.models.ConvNeXt(
+        [block(8, 16, 2), block(16, None, 2)], stochastic_depth_prob=0.3, num_classes=CLASSES
+    )
 
 
 def _densenet() -> nn.Module:
-    return torchvision.models.DenseNet(growth_rate=4, block_config=(3, 3), num_init_features=8, drop_rate=0.1, num_classes=CLASSES)
+    return torchvision.models.DenseNet(
+        growth_rate=4, block_config=(3, 3), num_init_features=8, drop_rate=0.1, num_classes=CLASSES
+    )
 
 
 def _efficientnet() -> nn.Module:
     block = functools.partial(efficientnet.MBConvConfig, width_mult=1.0, depth_mult=1.0)
     fused = functools.partial(efficientnet.FusedMBConvConfig)
     blocks = [fused(1, 3, 1, 8, 8, 1), block(4, 3, 2, 8, 16, 2), block(4, 5, 1, 16, 16, 1)]
-    return efficientnet.EfficientNet(blocks, dropout=0.2, stochastic_depth_prob=0.3, num_classes=CLASSES, last_channel=32)
+    return efficientnet.EfficientNet(
+        blocks, dropout=0.2, stochastic_depth_prob=0.3, num_classes=CLASSES, last_channel=32
+    )
 
 
 def _googlenet() -> nn.Module:
@@ -219,7 +225,9 @@ def _boxes() -> tuple[Any, ...]:
 
 def _r3d() -> nn.Module:
     parts = video.resnet
-    return parts.VideoResNet(parts.BasicBlock, [parts.Conv3DSimple] * 4, [1, 1, 1, 1], parts.BasicStem, num_classes=CLASSES)
+    return parts.VideoResNet(
+        parts.BasicBlock, [parts.Conv3DSimple] * 4, [1, 1, 1, 1], parts.BasicStem, num_classes=CLASSES
+    )
 
 
 PIXELS_BOXES_CLIPS = [

@@ -132,7 +132,10 @@ def test_gradients_are_told_apart_and_named() -> None:
         return fn(x)
 
     text = found(zero_unused)
-    assert "gradient of parameter unused.weight after backward 0: plain None, wrapped a torch.float32 tensor [2, 2]" in text
+    assert (
+        "gradient of parameter unused.weight after backward 0: plain None, wrapped a torch.float32 tensor [2, 2]"
+        in text
+    )
 
 
 def test_aliasing_is_seen() -> None:
@@ -208,7 +211,11 @@ def test_nan_equals_the_same_nan() -> None:
 @pytest.mark.parametrize(
     ("case", "budget", "message"),
     [
-        (Case("no-op", lambda: Subject(lambda x: x + 1, (torch.ones(3, requires_grad=True),))), "nothing", "proves nothing: 0 values"),
+        (
+            Case("no-op", lambda: Subject(lambda x: x + 1, (torch.ones(3, requires_grad=True),))),
+            "nothing",
+            "proves nothing: 0 values",
+        ),
         (
             Case("one-value", lambda: Subject(lambda x: (x * 2).exp() + 1, (torch.ones(3, requires_grad=True),))),
             "smallest",
@@ -224,8 +231,14 @@ def test_a_case_that_proves_nothing_fails(case: Case, budget: str, message: str)
 
 
 def test_cases_that_say_so_pass() -> None:
-    check(Case("no-op", lambda: Subject(lambda x: x + 1, (torch.ones(3, requires_grad=True),)), droppable=False), "fifo", "nothing")
-    one = Case("one-value", lambda: Subject(lambda x: (x * 2).exp() + 1, (torch.ones(3, requires_grad=True),)), bites=False)
+    check(
+        Case("no-op", lambda: Subject(lambda x: x + 1, (torch.ones(3, requires_grad=True),)), droppable=False),
+        "fifo",
+        "nothing",
+    )
+    one = Case(
+        "one-value", lambda: Subject(lambda x: (x * 2).exp() + 1, (torch.ones(3, requires_grad=True),)), bites=False
+    )
     check(one, "fifo", "smallest")
     check(one, "fifo", "nothing")
 
@@ -276,6 +289,8 @@ def test_a_wrong_smallest_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuses(*args: Any) -> Any:
         raise CacheLimitError("", limit_bytes=0, needed_bytes=1, smallest_bytes=0, layer="")
 
-    monkeypatch.setattr(Recals, "__call__", lambda self, fn, *args: fn(*args) if self.cache_limit_bytes is None else refuses())
+    monkeypatch.setattr(
+        Recals, "__call__", lambda self, fn, *args: fn(*args) if self.cache_limit_bytes is None else refuses()
+    )
     with pytest.raises(AssertionError, match="counting: 0 refused, 0 named"):
         Yardstick(CASE).limits("fifo")

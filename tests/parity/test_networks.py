@@ -17,7 +17,15 @@ from torchvision import models
 
 from recals_exp.recals import POLICIES
 
-HEAVY = ("googlenet-with-aux", "inception-v3-with-aux", "faster-rcnn-mobilenet", "fcn-resnet", "r3d", "mnasnet", "mobilenet-v3")
+HEAVY = (
+    "googlenet-with-aux",
+    "inception-v3-with-aux",
+    "faster-rcnn-mobilenet",
+    "fcn-resnet",
+    "r3d",
+    "mnasnet",
+    "mobilenet-v3",
+)
 
 
 def by_turns(cases: Iterable[Case]) -> Any:

@@ -333,10 +333,20 @@ class Plainly:
     analyze = audit = __call__
 
 
+def planners_idle() -> None:
+    """Wait for plans that are being made in the background: what they allocate is not a step's."""
+    for thread in threading.enumerate():
+        if thread.name == "recals-planner":
+            thread.join()
+
+
 def _growth(step: Step, steps: int) -> tuple[int, int]:
     """Bytes and Python objects that ``steps`` steps leave behind."""
     with collector_off():
         for _ in range(5):  # gradients, optimizer state, the audit of the first call, Python's caches
+            step()
+        planners_idle()
+        for _ in range(2):  # the first steps that follow the plan
             step()
         objects, held_bytes = len(gc.get_objects()), allocated_bytes()
         for _ in range(steps):

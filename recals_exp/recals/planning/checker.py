@@ -47,7 +47,9 @@ class _Interpreter:
         return sum(self.record.values[v].nbytes for v in values)
 
     def fail(self, what: str) -> PlanError:
-        return PlanError(f"plan {self.plan.origin!r} for tape {self.plan.signature!r} is not valid {self.where}: {what}")
+        return PlanError(
+            f"plan {self.plan.origin!r} for tape {self.plan.signature!r} is not valid {self.where}: {what}"
+        )
 
     def enter(self, value: int) -> None:
         if value not in self.held:

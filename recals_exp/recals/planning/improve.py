@@ -168,7 +168,7 @@ class Improver:
                 place = ran_at.get(op, -1)
                 ran_at[op] = index
                 gain = rebuild.gain[op]
-                if place < 0 and not all([saved[v] for v in values]):
+                if place < 0 and not all(saved[v] for v in values):
                     continue  # forward holds saved values only
                 if size <= self.capacity and gain > 0:
                     begin = misses[place].fetch if place >= 0 else FORWARD
@@ -204,9 +204,7 @@ class Improver:
                 gain[above] += gain[op]
         return _Rebuild(parent, gain, made_by)
 
-    def _fitting(
-        self, schedule: Schedule, candidates: list[_Candidate], rebuilds: list[_Rebuild]
-    ) -> list[_Candidate]:
+    def _fitting(self, schedule: Schedule, candidates: list[_Candidate], rebuilds: list[_Rebuild]) -> list[_Candidate]:
         """Candidates that fit together, greedily; at most one on each path of a dominator tree."""
         held = _held_bytes(schedule)
         taken: list[_Candidate] = []
@@ -303,7 +301,7 @@ class Improver:
                 for u in problem.inputs[op]:
                     if u not in seen and u not in there:
                         seen.add(u)
-                        if not any([begin < use <= last for begin, last in spans.get(u, ())]):
+                        if not any(begin < use <= last for begin, last in spans.get(u, ())):
                             stack.append(u)
             losses.append((cost / (problem.nbytes[holding.value] + 1), cost, holding))
         losses.sort(key=lambda item: (item[0], item[2].value, item[2].begin))

@@ -151,7 +151,9 @@ class MultiLevel:
             row[: min(unasked + self._units(option.keep_bytes(s + 1) + option.rest_bytes), levels + 1)] = _INF
             rows.append(row)
         for at in range(s + 1, n + 1):
-            rows.append(self._shifted(self._shifted(self.F[at], self._asked(at, n, s)) + self.E[s, at], self._unasked(s, at)))
+            rows.append(
+                self._shifted(self._shifted(self.F[at], self._asked(at, n, s)) + self.E[s, at], self._unasked(s, at))
+            )
         return np.stack(rows)
 
     # -- reading a plan off the tables -----------------------------------------------------------------------------
@@ -162,7 +164,9 @@ class MultiLevel:
             return None
         n, tables = self.segments.n, self.segments
         wishes: dict[int, set[int]] = {FORWARD: set()}
-        later: list[tuple[int, int, int]] = []  # ranges (s, t, m) whose border is held, to do after those to their right
+        later: list[
+            tuple[int, int, int]
+        ] = []  # ranges (s, t, m) whose border is held, to do after those to their right
         s, m = 0, level
         while s < n:
             choice = int(self._forward_choices(s)[:, m].argmin())

@@ -100,7 +100,9 @@ class Plan:
         lines = text.splitlines()
         names = (_HEADER, "signature", "limit_bytes", "origin", "overhead_pct", "bound_pct", "keep")
         if len(lines) < len(names) + 1 or lines[-1] != "end":
-            raise PlanError(f"a plan's text has at least {len(names) + 1} lines and ends with 'end', got {len(lines)} line(s)")
+            raise PlanError(
+                f"a plan's text has at least {len(names) + 1} lines and ends with 'end', got {len(lines)} line(s)"
+            )
         fields: dict[str, str] = {}
         for number, (name, line) in enumerate(zip(names, lines, strict=False), start=1):
             key, _, value = line.partition(" ")
@@ -108,7 +110,9 @@ class Plan:
                 raise PlanError(f"line {number} of the plan should start with {name!r}, got {line!r}")
             fields[name] = value
         if fields[_HEADER] != str(FORMAT_VERSION):
-            raise PlanError(f"the plan has format version {fields[_HEADER]!r}, this recals reads {FORMAT_VERSION}; plan again")
+            raise PlanError(
+                f"the plan has format version {fields[_HEADER]!r}, this recals reads {FORMAT_VERSION}; plan again"
+            )
         first = len(names) + 1
         return cls(
             signature=fields["signature"],

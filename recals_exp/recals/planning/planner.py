@@ -150,7 +150,10 @@ def _plan_one(
         if rival_verdict.rerun_cost < verdict.rerun_cost:
             plan, verdict = rival, rival_verdict
     plan = replace(
-        plan, limit_bytes=limit_bytes, overhead_pct=verdict.overhead_pct, bound_pct=min(bound.overhead_pct, verdict.overhead_pct)
+        plan,
+        limit_bytes=limit_bytes,
+        overhead_pct=verdict.overhead_pct,
+        bound_pct=min(bound.overhead_pct, verdict.overhead_pct),
     )
     candidates = tuple(
         Candidate(
@@ -196,8 +199,10 @@ def _starts(
     for rival in rivals:
         yield rival.origin, *_wishes_of(problem, rival)
     for share in _BOUND_SHARES:
-        solution = bound if share == 1.0 else model.solve(
-            problem.limit_bytes - round((1 - share) * problem.capacity), integral=False
+        solution = (
+            bound
+            if share == 1.0
+            else model.solve(problem.limit_bytes - round((1 - share) * problem.capacity), integral=False)
         )
         yield f"bound at {share:.0%}", {FORWARD: set(solution.keep)}, None
     if small_enough:

@@ -31,9 +31,7 @@ _SMALL_TOTAL_SHARE = 1 / 100  # of the limit: all small change together
 class Problem:
     """One record within one limit. Immutable by agreement; safe to share between planners."""
 
-    def __init__(
-        self, record: TapeRecord, limit_bytes: int, lazy: Mapping[int, tuple[int, ...]] | None = None
-    ) -> None:
+    def __init__(self, record: TapeRecord, limit_bytes: int, lazy: Mapping[int, tuple[int, ...]] | None = None) -> None:
         """``lazy``: value -> the values it is rebuilt from at each fetch (see `reduced`)."""
         self.record, self.limit_bytes = record, limit_bytes
         values, ops = record.values, record.ops
@@ -65,7 +63,9 @@ class Problem:
         freed = {index for kind, index in self.record.forward_events if kind == "free"}
         room = self.limit_bytes * _SMALL_TOTAL_SHARE
         found: list[int] = []
-        for v in sorted({i for kind, i in self.record.backward_events if kind == "fetch"}, key=lambda v: (self.nbytes[v], v)):
+        for v in sorted(
+            {i for kind, i in self.record.backward_events if kind == "fetch"}, key=lambda v: (self.nbytes[v], v)
+        ):
             room -= self.nbytes[v]
             if self.nbytes[v] > self.limit_bytes * _SMALL_SHARE or room < 0:
                 break

@@ -57,7 +57,9 @@ class Segments:
     rebuild_cost: NDArray[np.float64]  # [s, t]: re-running what D(s, t) needs, once, from B(s, t)
     needed_bytes: NDArray[np.float64]  # [s, t]: bytes of D(s, t) made inside the range, without those of rules 3 and 4
     through_cost: NDArray[np.float64]  # [k]: re-running what later segments need of segment k
-    border_growth: dict[tuple[int, int], NDArray[np.float64]]  # (s', t) -> [s]: bytes of B(s', t) made at or after segment s
+    border_growth: dict[
+        tuple[int, int], NDArray[np.float64]
+    ]  # (s', t) -> [s]: bytes of B(s', t) made at or after segment s
     asked_growth: dict[tuple[int, int], NDArray[np.float64]]  # the same, of the values of D(s', t) only
     spared: dict[tuple[int, int], int]  # the value of rule 4, where there is one
     home_segment: list[int]  # [fetch]: the segment whose backward asks
@@ -253,9 +255,7 @@ def _cost_inside(
     return cost, missing
 
 
-def segment_options(
-    problem: Problem, segments: Segments, k: int, keep_sets: Iterable[Container[int]]
-) -> list[Option]:
+def segment_options(problem: Problem, segments: Segments, k: int, keep_sets: Iterable[Container[int]]) -> list[Option]:
     """The ways to keep segment ``k``: everything, nothing, and its part of each of ``keep_sets``."""
     own = segments.own[k]
     right = segments.border.get((k + 1, segments.n), ())
@@ -278,8 +278,8 @@ def segment_options(
             keep, kept, run_cost, last_run_cost, rest, rest_bytes, together, tuple(sorted(read)), unasked_bytes
         )
         if rest:
-            alone = sum(
-                _cost_inside(problem, segments, k, (v,), there)[0] * len(problem.fetches_of[v]) for v in rest
+            alone = sum(_cost_inside(problem, segments, k, (v,), there)[0] * len(problem.fetches_of[v]) for v in rest)
+            options[keep, False] = Option(
+                keep, kept, run_cost, last_run_cost, (), 0, alone, tuple(sorted(read)), unasked_bytes
             )
-            options[keep, False] = Option(keep, kept, run_cost, last_run_cost, (), 0, alone, tuple(sorted(read)), unasked_bytes)
     return list(options.values())

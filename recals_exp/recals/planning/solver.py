@@ -103,10 +103,7 @@ class Program:
         dual = getattr(result, "mip_dual_bound", None)
         if result.status == 2:  # infeasible
             return Solution(None, np.inf, np.inf, np.inf)
-        if not integral or dual is None:
-            bound = cost if result.status == 0 else -np.inf
-        else:
-            bound = float(dual)
+        bound = (cost if result.status == 0 else -np.inf) if not integral or dual is None else float(dual)
         gap_pct = 100.0 * max(0.0, cost - bound) / cost if np.isfinite(cost) and cost > 0 else 0.0
         return Solution(x, cost, bound, gap_pct if x is not None else np.inf)
 

@@ -184,7 +184,7 @@ class _Unroller:
             hold.append(value)
             room -= nbytes[value]
         wanted = self._sensible(pending, fetch) if pending else []
-        if not all([problem.saved[v] for v in wanted]):
+        if not all(problem.saved[v] for v in wanted):
             path = self._path_to(value)
             wanted = [v for v in wanted if problem.saved[v] or v in path]
         for v in wanted:

@@ -117,29 +117,33 @@ class Planned(StepPolicy):
         if kind is None or trace is None or cache.limit_bytes is None:
             return
         room = cache.limit_bytes - cache.peak_pinned_bytes
+        record = self._record(trace, external)
+        trace.clear()  # it holds on to the whole tape
+        external.clear()
+        if record is None or not record.backward_events or room < 0 or record.cache_total_bytes <= room:
+            kind.is_plannable = False
+            return
         kind.is_planning = True
         if self._waits:
-            self._plan(kind, trace, external, room)
+            self._plan(kind, record, room)
         else:
-            args = (kind, trace, external, room)
-            threading.Thread(target=self._plan, args=args, name="recals-planner", daemon=True).start()
+            threading.Thread(target=self._plan, args=(kind, record, room), name="recals-planner", daemon=True).start()
 
-    def _plan(self, kind: _Kind, trace: Trace, external: list[Value], room: int) -> None:
+    @staticmethod
+    def _record(trace: Trace, external: list[Value]) -> TapeRecord | None:
+        from ..profiling import record_of
+
+        try:
+            return record_of(trace, external)
+        except ValueError as error:  # backward inside of the call, say
+            _LOG.info("no record of this kind of step, it stays with dtr: %s", error)
+            return None
+
+    def _plan(self, kind: _Kind, record: TapeRecord, room: int) -> None:
         """Plan one kind of step. It runs after a handle's death or in a thread of its own: nothing may come out of it."""
         try:
-            from ..profiling import record_of
-
-            record = record_of(trace, external)
-            trace.clear()
-            external.clear()
-            if not record.backward_events or room < 0 or record.cache_total_bytes <= room:
-                kind.is_plannable = False
-                return
             with _ONE_AT_A_TIME:
                 kind.route = Route(record, self._planner(record, room))
-        except ValueError as error:  # a step that no record can describe, or no plan can serve
-            kind.is_plannable = False
-            _LOG.info("no plan for this kind of step, it stays with dtr: %s", error)
         except Exception:
             kind.is_plannable = False
             _LOG.exception("planning failed; this kind of step stays with dtr")
