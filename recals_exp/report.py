@@ -112,6 +112,8 @@ def format_json(results: Sequence[RunResult]) -> str:
 _CONSTANTS = ("model", "dataset", "pipeline", "policy")  # said once, in the title, where all jobs share them
 _FOLDED = ("time_overhead_low_pct", "time_overhead_high_pct")  # shown as the interval of time_overhead_pct
 _DISPENSABLE = (
+    "bound_overhead_pct",
+    "predicted_overhead_pct",
     "cache_total_bytes",
     "peak_memory_plain_bytes",
     "step_time_plain_s",

@@ -50,6 +50,8 @@ def finished(fraction: float, **changes: Any) -> RunResult:
         "peak_memory_plain_bytes": 100 * MIB,
         "peak_memory_bytes": 100 * MIB - total + limit,
         "gradients_identical": True,
+        "predicted_overhead_pct": documented + 0.125,
+        "bound_overhead_pct": documented / 2,
         "strategy": "recals",
         "device": "cpu",
         "batch_size": 32,

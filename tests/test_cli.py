@@ -191,7 +191,11 @@ def test_help_reads_like_help(capsys: pytest.CaptureFixture[str], in_tmp: Path) 
     assert out.startswith("python -m recals_exp: what does training cost when")
     for part in ("Usage", "Examples", "Choices", "Settings", "Results", "Exit code: 0", "tensorboard --logdir outputs"):
         assert part in out
-    for line in ("model: custom, gpt, mlp_chain, resnet18", "experiment: documented_curve", "policy: fifo"):
+    for line in (
+        "model: custom, gpt, mlp_chain, resnet18",
+        "experiment: documented_curve",
+        "policy: dtr, fifo, planned",
+    ):
         assert line in out
     assert all(len(line) <= 130 for line in out.splitlines())
     assert "Powered by Hydra" not in out

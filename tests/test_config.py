@@ -18,7 +18,7 @@ from recals_exp.runconfig import MODES, Budget, ConfigError, PartSpec, RunConfig
 pytestmark = pytest.mark.usefixtures("config_store")
 
 CONF = config.conf_dir()
-N_CONF_FILES = 25  # every YAML below conf/: raise it when you add one
+N_CONF_FILES = 27  # every YAML below conf/: raise it when you add one
 CHOICES = {"model", "dataset", "optimizer", "strategy", "policy", "pipeline"}
 
 
@@ -99,7 +99,7 @@ def test_every_choice_composes_to_a_run_config(path: Path) -> None:
 
 def test_settings_run_config_and_help_have_the_same_keys() -> None:
     run_fields = {item.name for item in dataclasses.fields(RunConfig)} - {"strategy_kwargs", "policy_kwargs", "job"}
-    assert set(config.KEYS) == run_fields
+    assert set(config.KEYS) == run_fields | {"target_peak"}  # which becomes the budget
     help_text = (CONF / "hydra/help/recals_exp.yaml").read_text()
     for key in set(config.KEYS) - CHOICES:
         assert re.search(rf"^    {key} +\S", help_text, re.MULTILINE), f"--help does not explain {key}"
@@ -151,7 +151,7 @@ def test_budget_limit() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("budget=nan", r"budget=nan is not a number: use a fraction in \(0, 1\] .* 512MiB, or null for no limit"),
+        ("budget=nan", r"budget=nan is not a number: use a fraction in \(0, 1\] .* 512MiB, knee, or null for no limit"),
         ("budget=inf", r"budget=inf is a fraction above 1: use a fraction in \(0, 1\]"),
         ("budget=-0.5", r"budget=-0.5 is not above 0: use a fraction in \(0, 1\]"),
         ("budget=-5MiB", r"budget=-5MiB is not above 0: use a fraction in \(0, 1\]"),
@@ -172,7 +172,7 @@ def test_budget_limit() -> None:
         ("train_steps=-1", r"train_steps=-1 is not allowed: use a whole number of at least 0"),
         ("timing_pairs=0", r"timing_pairs=0 is not allowed: use a whole number of at least 1"),
         ("autocast=int8", r"autocast='int8' is not allowed: use bfloat16, float16, or null"),
-        ("mode=predict", r"mode=predict is reserved and not available yet: use run"),
+        ("mode=dry_run", r"mode=dry_run is reserved and not available yet: use run, predict, analyze"),
         ("mode=fly", r"mode=fly is not known: use run"),
         ("model.dept=3", r"model mlp_chain .* does not take dept \(did you mean 'depth'\?\); it takes .*depth, width"),
         ("optimizer.lrr=3", r"optimizer sgd .* does not take lrr \(did you mean 'lr'\?\)"),

@@ -65,7 +65,8 @@ def test_table_fits_the_terminal_and_says_what_it_left_out(width: int, sweep: Pa
     assert max(map(len, rows)) <= width, table
     for needed in ("117.2 [115.2, 119.7]", "116.9", "44.0 MiB", "yes"):
         assert needed in table
-    assert ("no room here for cache_total_bytes" in table) == (width < 190)
+    assert "no room here for bound_overhead_pct" in table
+    assert ("cache_total_bytes" in table) == (width < 190)
 
 
 def test_every_column_has_a_place_in_the_table(sweep: Path) -> None:

@@ -371,6 +371,7 @@ def test_progress_reaches_its_total_and_names_the_stages(tmp_path: Path) -> None
         "built",
         "analysed",
         "parity checked",
+        "predicted",
         "training",
         "warming up",
         "memory measured",

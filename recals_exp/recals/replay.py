@@ -62,10 +62,13 @@ class Replayer:
         storages = env
         if op.written:
             # A replay writes only memory of its own (rule 5).
-            copies = {
-                v: env[v].clone() for v in op.written if v not in scratch and not (isinstance(v, Source) and v.is_blank)
-            }
-            storages = {**{v: env[v] for v in op.inputs}, **copies}
+            own: dict[Value, Any] = {}
+            for value in op.written:
+                if isinstance(value, Source) and value.is_blank:
+                    own[value] = UntypedStorage(value.nbytes, device=value.device)
+                elif value not in scratch:
+                    own[value] = env[value].clone()
+            storages = {**{v: env[v] for v in op.inputs}, **own}
         if op.grad_mode is not torch.is_grad_enabled():
             torch._C._set_grad_enabled(op.grad_mode)  # ``neutral`` puts it back
         args = [_bound(arg, storages) for arg in op.args]

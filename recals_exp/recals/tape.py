@@ -138,7 +138,7 @@ class Source(Value):
 
     - a *leaf* (parameter, buffer, input, constant): the program's own bytes; held, not counted.
     - a *blank*: memory no recorded op has filled, from an allocation or from an op that cannot be replayed. Nothing is
-      held. If an op overwrites all of it, a replay may start from fresh memory just as well; if anything reads it first,
+      held. If an op overwrites all of it, a replay starts from fresh memory just as well; if anything reads it first,
       it becomes kept (rule 8).
     - *kept* bytes: held for the tape alone and counted in ``cache``: opaque memory, or the old content of a leaf that
       the program has overwritten since (rule 4). Never dropped; they go when nothing refers to them.
@@ -202,7 +202,7 @@ class Source(Value):
                 "so that nothing is dropped.",
                 what=what,
             )
-        return UntypedStorage(self.nbytes, device=self.device) if self.payload is None else self.payload
+        return self if self.payload is None else self.payload  # a blank: the replay of its writer allocates it
 
     def __del__(self) -> None:
         if self.cache is not None:

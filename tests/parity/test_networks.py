@@ -1,8 +1,8 @@
 """Networks nobody here wrote, in training mode, two steps each: the plain bits at every budget, under every policy.
 
-Every policy meets every network at the full, the middle and the smallest workable limit. With a limit of 0 there is nothing
-to decide, so there each network runs under one policy, by turns. *Heavy* networks (more than about a second a run) take
-turns at every budget.
+Every policy meets every network at the middle and at the smallest workable limit. With everything held, or nothing, there is
+nothing to decide, so there each network runs under one policy, by turns. *Heavy* networks (more than about a second a run)
+take turns at every budget.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def by_turns(cases: Iterable[Case]) -> Any:
     policies = list(POLICIES)
     for i, case in enumerate(cases):
         for j, budget in enumerate(BUDGETS):
-            one = budget == "nothing" or case.name in HEAVY
+            one = budget in ("full", "nothing") or case.name in HEAVY
             chosen = [policies[(i + j) % len(policies)]] if one else policies
             found += [pytest.param(case, policy, budget, id=f"{case.name}-{policy}-{budget}") for policy in chosen]
     return pytest.mark.parametrize(("case", "policy", "budget"), found)

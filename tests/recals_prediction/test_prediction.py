@@ -15,8 +15,9 @@ from recals_exp.recals.planning.checker import check
 from recals_exp.recals.planning.planner import make_plan
 from recals_exp.recals.policies import Planned
 from recals_exp.recals.prediction import Bounds, documented_overhead_pct, knee, predict, profile_call
+from recals_exp.recals.record import OpRecord, ValueRecord
 from recals_exp.recals.simulate import following, simulate
-from recals_exp.recals.step_memory import LiveBytes, Marked, step_memory
+from recals_exp.recals.step_memory import LiveBytes, Marked, StepMemory, step_memory
 
 BATCH, WIDTH = 128, 64
 
@@ -152,6 +153,26 @@ def test_the_peak_is_that_of_a_real_step(net: Net, x: Tensor, policy: str, budge
         recals(net, x).backward(torch.ones(BATCH, 10))
     measured = max(live.until_next)
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_what_a_node_has_in_hand_is_there_until_it_frees() -> None:
+    """Autograd unpacks all saved values of a node; the cache may drop the first to make room for the second."""
+    made = tuple(ValueRecord(100, producer, True, layer="") for producer in range(2))
+    record = TapeRecord(
+        signature="two",
+        torch_version=torch.__version__,
+        device="cpu",
+        cost_unit="model",
+        values=made,
+        ops=(OpRecord("first", "", 1.0, 0, (), (0,)), OpRecord("second", "", 1.0, 0, (), (1,))),
+        forward_events=(("op", 0), ("save", 0), ("op", 1), ("save", 1)),
+        backward_events=(("fetch", 1), ("fetch", 0), ("free", 1), ("free", 0)),
+        forward_cost=2.0,
+        backward_cost=4.0,
+    )
+    memory = StepMemory(1000, 0, (0,) * 8, (0, 0, 0, 0, 0, 50, 0, 0))  # the node itself takes 50 once it has both
+    assert memory.peak_bytes(record, None, "fifo") == 1250
+    assert memory.peak_bytes(record, 100, "fifo") == 1250  # both are in the node's hands, though one fits the cache
 
 
 def test_the_peak_falls_with_the_budget(prediction: Prediction) -> None:

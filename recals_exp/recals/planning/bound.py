@@ -77,7 +77,7 @@ class BoundModel:
         self.pinned_bytes = sum(values[v].nbytes for v in self.keep if values[v].pinned and v not in freed)
         self.scale = scale
 
-    def solve(self, limit_bytes: int, *, integral: bool = True, time_limit_s: float = 20.0) -> Bound:
+    def solve(self, limit_bytes: int, *, integral: bool = True, time_limit_s: float = 60.0) -> Bound:
         """The bound within ``limit_bytes``."""
         if self.pinned_bytes > limit_bytes:
             raise PlanError(
@@ -97,7 +97,7 @@ class BoundModel:
         return Bound(limit_bytes, cost, self.record.overhead_pct(cost), solution.gap_pct, integral, keep)
 
 
-def lower_bound(record: TapeRecord, limit_bytes: int, *, time_limit_s: float = 20.0) -> Bound:
+def lower_bound(record: TapeRecord, limit_bytes: int, *, time_limit_s: float = 60.0) -> Bound:
     """No plan, and no policy, re-runs less within ``limit_bytes``."""
     return BoundModel(record).solve(limit_bytes, time_limit_s=time_limit_s)
 

@@ -18,7 +18,7 @@ from .solver import Program
 _RELATIVE_GAP = 5e-3
 
 
-def single_level_wishes(problem: Problem, stages: int, *, time_limit_s: float = 10.0) -> dict[int, set[int]] | None:
+def single_level_wishes(problem: Problem, stages: int, *, time_limit_s: float = 60.0) -> dict[int, set[int]] | None:
     """The best plan with (at most) ``stages`` stages; None if none fits."""
     cuts = choose_cuts(problem, stages)
     stage_of_op = [k for k in range(len(cuts) - 1) for _ in range(cuts[k], cuts[k + 1])]

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_NODE_LIMIT = 50
+"""Branch-and-bound nodes: the programs here are solved at the first few, or are too symmetric (long uniform chains) to be solved at
+all; a count of nodes stops at the same place on every machine, a clock does not."""
+
 
 class SolverMissing(ImportError):
     """SciPy is not installed."""
@@ -72,10 +76,10 @@ class Program:
         capped: tuple[Mapping[int, float], float] | None = None,
         integral: bool = True,
         relative_gap: float = 1e-4,
-        time_limit_s: float = 20.0,
-        node_limit: int = 20_000,
+        time_limit_s: float = 60.0,
+        node_limit: int = _NODE_LIMIT,
     ) -> Solution:
-        """Solve; ``capped`` adds one more at-most constraint for this call only. The node limit makes runs repeatable."""
+        """Solve; ``capped`` adds one more at-most constraint for this call only. The time limit is a last resort."""
         if not self._cost:
             return Solution(np.zeros(0), 0.0, 0.0, 0.0)
         optimize, sparse = _scipy()

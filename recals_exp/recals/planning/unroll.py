@@ -7,7 +7,8 @@ and turns them into a schedule that keeps the limit by construction:
 2. A miss with no wish rebuilds its value alone. It stays at hand, uncounted, until the next miss (`plan.py`, rule 4), and is
    held if it is fetched again later than that is sure to last (by the next fetch) and fits.
 3. A value with no further use is let go of at the next miss; its bytes may still feed that rebuild.
-4. Forward holds saved values only (`plan.py`, rule 1). Wishes that do not fit are granted latest op first (backward needs these first); the others are forgotten.
+4. Forward holds saved values only (`plan.py`, rule 1), a rebuild unsaved ones only on the way to the missed value. Wishes that
+   do not fit are granted latest op first (backward needs these first); the others are forgotten.
 
 Cost is linear in the ops re-run. The checker (`checker.py`) shares no code with this module.
 """

@@ -60,6 +60,8 @@ class Dtr(Policy):
         self._clock = 0.0  # tape positions run so far, re-runs included
 
     def keeps(self, cache: Cache, value: Value) -> bool:
+        if len(cache.live) <= 1:
+            self._clock = 0.0  # a new step: what earlier ones re-ran is forgotten, so that equal steps run equally
         self._clock = max(self._clock, float(value.position))
         value.note = _Note(self._clock)
         return cache.limit_bytes is None or value.nbytes <= cache.limit_bytes - cache.pinned_bytes
