@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recals_exp.recals import POLICIES, CacheLimitError, Recals, recals_with_rngs
+from recals_exp.recals.policies import Planned
 
 ROWS, WIDTH = 64, 64
 VALUE = ROWS * WIDTH * 4  # bytes of one activation of the models below
@@ -355,7 +356,8 @@ def _growth(step: Step, steps: int) -> tuple[int, int]:
 
 
 def _stays_flat(name: str, policy: str, steps: int) -> None:
-    recals = recals_with_rngs(LIMIT, policy=policy)
+    # Plans are made at once here: a thread in the background would allocate beside the steps.
+    recals = recals_with_rngs(LIMIT, policy=Planned(waits=True) if policy == Planned.name else policy)
     more_bytes, more_objects = _growth(SHAPES[name](recals), steps)
     if more_bytes >= 2 * VALUE or more_objects >= 2 * steps:  # threads, checkpoint and others leave a little
         plain_bytes, plain_objects = _growth(SHAPES[name](Plainly()), steps)  # type: ignore[arg-type]
