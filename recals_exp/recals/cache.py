@@ -171,6 +171,9 @@ class Cache:
     def pin(self, nbytes: int) -> None:
         """``nbytes`` that cannot be rebuilt are held from now on; droppable values make room for them."""
         with self.lock:
+            if self._stepper is not None and self.trace is not None:
+                self.trace = None  # a trace keeps the tape alive, and with it bytes that would be let go of
+                self._stepper.trace_lost()
             self.pinned_bytes += nbytes
             if self.pinned_bytes > self.peak_pinned_bytes:
                 self.peak_pinned_bytes = self.pinned_bytes

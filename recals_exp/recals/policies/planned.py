@@ -107,6 +107,10 @@ class Planned(StepPolicy):
     def returned(self, values: Iterable[Value]) -> None:
         self._external.extend(values)
 
+    def trace_lost(self) -> None:
+        if self._kind is not None:
+            self._kind.is_plannable = False
+
     def ended(self, cache: Cache) -> None:
         kind, trace = self._kind, cache.trace
         if self._route is not None:
