@@ -37,8 +37,24 @@ _CTC_NODE = (
 _RESHAPE_NODE = (
     "PyTorch's reshape makes a view, not an alias, when a dispatch mode is active; the node is ViewBackward0"
 )
+_WARNINGS = "PyTorch's autograd engine collects C++ warnings past Python's filters, so that those of a replayed op are given again"
 
 OPS: dict[str, Limit] = {
+    **{
+        name: Limit(("warnings",), _WARNINGS)
+        for name in (
+            "index_reduce.amax",
+            "index_reduce.amin",
+            "index_reduce.mean",
+            "index_reduce.prod",
+            "log_softmax.with_dtype",
+            "nn.functional.softmin.with_dtype",
+            "softmax.with_dtype",
+            "sparse.mm.reduce",
+            "sparse.sampled_addmm",
+            "triangular_solve",
+        )
+    },
     "linalg.tensorinv": Limit(("node",), _RESHAPE_NODE),
     "nn.functional.ctc_loss": Limit(("node",), _CTC_NODE, short=False),
     "nn.functional.linear_cross_entropy.chunked_none": Limit(("pinned",), _IN_SLICES),
