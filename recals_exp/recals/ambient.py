@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch._C import (
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ForceDispatchKeyGuard,
+    _get_fp32_precision_getter,
     _get_dispatch_stack_at,
     _len_torch_dispatch_stack,
     _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
+    _set_fp32_precision_setter,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,11 +107,19 @@ def _put_back(stack: list[Any]) -> None:
         _push_on_torch_dispatch_stack(mode)
 
 
-def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-        return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+Setting = tuple[Callable[[], Any], Callable[[Any], None]]
 
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+# Wider ones first: a narrower one that was never set follows the wider, so writing it would be one write too many.
+_PRECISIONS = [("generic", "all")] + [(b, op) for b in ("mkldnn", "cuda") for op in ("all", "matmul", "conv", "rnn")]
+
+
+def _precision(backend: str, op: str) -> Setting:
+    return partial(_get_fp32_precision_getter, backend, op), partial(_set_fp32_precision_setter, backend, op)
+
+
+def _settings() -> dict[str, Setting]:
+    # The setters are the C ones: those of ``torch.backends`` refuse after ``torch.backends.disable_global_flags()``.
+    found: dict[str, Setting] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "deterministic": (
             lambda: (
@@ -118,16 +129,42 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
         "threads": (torch.get_num_threads, torch.set_num_threads),  # reductions split by it
-        "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "mkldnn": attribute(torch.backends.mkldnn, "enabled"),
+        "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        "mkldnn deterministic": (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+        # set before the precisions of the backends, which it overwrites
+        "matmul precision": (_matmul_precision, torch._C._set_float32_matmul_precision),
     }
+    for backend, op in _PRECISIONS:
+        found[f"{backend} {op} precision"] = _precision(backend, op)
     if torch.backends.cudnn.is_available():
-        for name in ("enabled", "benchmark", "deterministic"):
-            found[f"cudnn {name}"] = attribute(torch.backends.cudnn, name)
+        found |= {
+            "cudnn": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+            "cudnn benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+            "cudnn deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+        }
     return found
 
 
+def _matmul_precision() -> str:
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:  # the precision was set per backend, which this getter cannot tell
+        return ""
+
+
 _SETTINGS = _settings()
+
+
+def kernel_choices() -> Callable[[], tuple[Any, ...]]:
+    """A cheap reader of what people change in the middle of a forward pass, other than the default dtype."""
+    names = ["mkldnn", "mkldnn matmul precision"]
+    if torch.cuda.is_available():
+        names += ["cuda matmul precision", "cuda conv precision", "cudnn", "cudnn benchmark", "cudnn deterministic"]
+    readers = [_SETTINGS[name][0] for name in names if name in _SETTINGS]
+    if len(readers) == 2:
+        first, second = readers
+        return lambda: (first(), second())
+    return lambda: tuple(read() for read in readers)
 
 
 class Ambient:
@@ -144,15 +181,14 @@ class Ambient:
         if present == self.values:
             yield
             return
-        changed = [
-            (write, now, then)
-            for (_, write), now, then in zip(_SETTINGS.values(), present, self.values, strict=True)
-            if now != then
-        ]
         try:
-            for write, _, then in changed:
-                write(then)
+            _write(self.values)
             yield
         finally:
-            for write, now, _ in changed:
-                write(now)
+            _write(present)
+
+
+def _write(values: tuple[Any, ...]) -> None:
+    for (read, write), value in zip(_SETTINGS.values(), values, strict=True):
+        if value != read() and value != "":
+            write(value)

@@ -54,6 +54,9 @@ _NOT_REPLAYABLE = frozenset(
 )
 
 
+# Pointwise ops that still run by oneDNN or natively, as the settings say.
+_POINTWISE_BY_CHOICE = frozenset({"gelu", "gelu_", "gelu_backward"})
+
 _MAKES_COMPLEX = frozenset({"_fft_r2c", "complex", "polar", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"})
 _UNSPECIFIED = {"mkldnn_rnn_layer": frozenset({3}), "_cudnn_rnn": frozenset({3}), "miopen_rnn": frozenset({3})}
 
@@ -119,6 +122,7 @@ class OpFacts:
     is_replayable: bool
     has_fresh_results: bool  # some result is neither a view of an argument nor the written argument itself
     is_simple: bool  # nothing to see to but its inputs and results: the recorder's fast path
+    picks_kernels: bool  # may compute by another kernel, to other bits, where a backend's setting differs
     is_factory: bool  # takes a device
     takes_dtype: bool
     has_flops: bool  # torch has a FLOP formula for it
@@ -187,6 +191,7 @@ def learn(func: Any) -> OpFacts:
         is_foreign=namespace not in _NATIVE_NAMESPACES,
         has_fresh_results=any(r.alias_info is None for r in returns),
         is_simple=False,
+        picks_kernels=torch.Tag.pointwise not in func.tags or base in _POINTWISE_BY_CHOICE,
         is_factory=any(arg.name == "device" for arg in schema.arguments),
         takes_dtype=any(arg.name == "dtype" for arg in schema.arguments),
         unspecified=_UNSPECIFIED.get(base, frozenset()),

@@ -20,7 +20,7 @@ from torch._C import _DisableTorchDispatch
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from .ambient import Ambient, RecorderMode, lazy_bits_resolved
+from .ambient import Ambient, RecorderMode, kernel_choices, lazy_bits_resolved
 from .facts import OpFacts, all_tensors, learn
 from .graph import Value
 from .handles import Handle, LeafHandle
@@ -36,8 +36,7 @@ _NO_KWARGS: dict[str, Any] = {}
 # Bare getters: they run once per op.
 _is_grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
-_mkldnn_enabled = torch._C._get_mkldnn_enabled
-_matmul_precision = torch._C._get_float32_matmul_precision
+_kernel_choices = kernel_choices()
 _PLAIN_TYPES = (Tensor, Parameter)
 NO_STORAGE = (NotImplementedError, RuntimeError)  # what ``untyped_storage`` raises on sparse and other layouts
 
@@ -91,7 +90,7 @@ class Recorder(RecorderMode):
         self.cache = owner.cache
         self.registry: Registry = owner.registry
         self.facts = owner.facts
-        self._settings = (_default_dtype(), _mkldnn_enabled(), _matmul_precision())
+        self._dtype, self._choices = _default_dtype(), _kernel_choices()
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage]] = []  # read by the op that is being recorded
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
@@ -108,7 +107,7 @@ class Recorder(RecorderMode):
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if types and any(kind not in _PLAIN_TYPES for kind in types):
             return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
-        if (_default_dtype(), _mkldnn_enabled(), _matmul_precision()) != self._settings:
+        if _default_dtype() is not self._dtype or (facts.picks_kernels and _kernel_choices() != self._choices):
             self._settings_changed()  # in the middle of the call
         inputs: dict[Value, None] = {}
         recorded: list[Any] = []
@@ -141,7 +140,7 @@ class Recorder(RecorderMode):
         return out
 
     def _settings_changed(self) -> None:
-        self._settings = (_default_dtype(), _mkldnn_enabled(), _matmul_precision())
+        self._dtype, self._choices = _default_dtype(), _kernel_choices()
         self.session.ambient = Ambient()
 
     def facts_of(self, func: OpOverload) -> OpFacts:

@@ -369,8 +369,7 @@ def model_rebuilt_between_steps(call: Call) -> Any:
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 
-@stories
-def kernels_chosen_around_a_part(call: Call) -> Any:
+def _native_part(call: Call) -> Any:
     conv = nn.Conv2d(3, 4, 3)
 
     def fn(x: Tensor) -> Tensor:
@@ -384,11 +383,56 @@ def kernels_chosen_around_a_part(call: Call) -> Any:
 
 
 @stories
+def kernels_chosen_around_a_part(call: Call) -> Any:
+    return _native_part(call)
+
+
+@stories
 def kernels_chosen_around_forward(call: Call) -> Any:
     conv, x = nn.Conv2d(3, 4, 3), leaf(2, 3, 16, 16)
     with torch.backends.mkldnn.flags(enabled=False):
         out = call(lambda x: conv(conv(x.sin()).tanh()[:, :3]).exp().sin(), x)
     return grads(out, x, *conv.parameters())
+
+
+@stories
+def kernels_chosen_after_global_flags_were_frozen(call: Call) -> Any:
+    """As test suites freeze them: the setters of ``torch.backends`` refuse then."""
+    flags, allowed = torch.backends.disable_global_flags.__globals__, "__allow_nonbracketed_mutation_flag"
+    before = flags[allowed]
+    torch.backends.disable_global_flags()
+    try:
+        return _native_part(call)
+    finally:
+        flags[allowed] = before
+
+
+@stories
+def precision_set_for_one_backend(call: Call) -> Any:
+    """The legacy getter of the matmul precision raises then."""
+    weight, x = leaf(64, 64), leaf(64, 64)
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        out = call(lambda x: ((x.sin() @ weight).exp() @ weight).tanh().sin(), x)
+        matmul.fp32_precision = "ieee"
+        return grads(out, x, weight)
+    finally:
+        matmul.fp32_precision = before
+
+
+@stories
+def precision_chosen_around_a_part(call: Call) -> Any:
+    weight, x = leaf(64, 64), leaf(64, 64)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        with torch.backends.mkldnn.flags(enabled=True, fp32_precision="bf16"):
+            y = (y @ weight).tanh()
+        return (y @ weight).exp().sin()
+
+    return grads(call(fn, x), x, weight)
 
 
 @stories
