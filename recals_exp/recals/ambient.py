@@ -114,7 +114,10 @@ _PRECISIONS = [("generic", "all")] + [(b, op) for b in ("mkldnn", "cuda") for op
 
 
 def _precision(backend: str, op: str) -> Setting:
-    return partial(_get_fp32_precision_getter, backend, op), partial(_set_fp32_precision_setter, backend, op)
+    def write(value: str) -> None:
+        _set_fp32_precision_setter(backend, op, value)
+
+    return partial(_get_fp32_precision_getter, backend, op), write
 
 
 def _settings() -> dict[str, Setting]:
