@@ -216,13 +216,17 @@ def _rank_main(
         _write(_result_file(folder, rank), result)
         dist.barrier()
         dist.destroy_process_group()
+        code = 0
     except BaseException as error:
         at_s = time.monotonic()
         text = f"{type(error).__name__}: {error}"
         _write(_failure_file(folder, rank), _Failure(rank, at_s, text, traceback.format_exc()))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a rank in trouble must not wait for its neighbours in a destructor
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: a rank in trouble must not wait for its neighbours in a destructor, and gloo's
+    # threads, if one is still running when its object is destroyed, abort a rank that has done all its work.
+    os._exit(code)
 
 
 def _write(path: Path, value: Any) -> None:

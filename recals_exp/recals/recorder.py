@@ -37,7 +37,6 @@ _NO_KWARGS: dict[str, Any] = {}
 _is_grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 _kernel_choices = kernel_choices()
-_PLAIN_TYPES = (Tensor, Parameter)
 NO_STORAGE = (NotImplementedError, RuntimeError)  # what ``untyped_storage`` raises on sparse and other layouts
 
 
@@ -105,8 +104,9 @@ class Recorder(RecorderMode):
             facts = self.facts_of(func)
         if facts.is_view:
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
-        if types and any(kind not in _PLAIN_TYPES for kind in types):
-            return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
+        for kind in types:
+            if kind is not Tensor and kind is not Parameter:
+                return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
         if _default_dtype() is not self._dtype or (facts.picks_kernels and _kernel_choices() != self._choices):
             self._settings_changed()  # in the middle of the call
         inputs: dict[Value, None] = {}
@@ -136,7 +136,31 @@ class Recorder(RecorderMode):
         op = TensorOp(
             seq, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
         )
-        self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
+        if type(out) is not Tensor or out.is_nested:
+            self._results(op, flat_tensors(out))
+            return out
+        try:  # ``_results`` in line, for the commonest case
+            storage = out.untyped_storage()
+        except NO_STORAGE:
+            self._results(op, (out,))
+            return out
+        key = id(storage)
+        if key in registry:
+            self._results(op, (out,))
+            return out
+        pin = Pin(storage, forget)
+        pin.key = key
+        pin.registry = registry
+        pin.version = 0
+        pin.users = 1
+        pin.session = serial
+        self.session.pins.append(pin)
+        registry[key] = TensorValue(op, 0, storage.nbytes(), pin, 0)
+        op.outs.append((out.shape, out.dtype))
+        if self.cache.trace is not None:
+            self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
+        if self._saved_blanks:
+            self.settle()
         return out
 
     def _settings_changed(self) -> None:

@@ -156,18 +156,18 @@ def test_a_failing_rank_ends_the_job_with_its_own_traceback(how: str, stage: int
 def test_a_rank_that_hangs_runs_into_the_time_limit(tmp_path: Path) -> None:
     mark = tmp_path / "hung_at"
     with pytest.raises((TimeoutError, RankError)):
-        launch(ranks.faulty, 2, ("hang", 1, str(mark)), timeout_s=60, threads=1)
-    assert time.monotonic() - float(mark.read_text()) < 75
+        launch(ranks.faulty, 2, ("hang", 1, str(mark)), timeout_s=20, threads=1)
+    assert time.monotonic() - float(mark.read_text()) < 35
 
 
 def test_launch_returns_what_each_rank_returns_job_after_job() -> None:
-    for _ in range(5):
+    for _ in range(3):
         assert launch(ranks.number, 2, timeout_s=150, threads=1) == [2, 12]
     assert launch(ranks.threads, 1, timeout_s=150, threads=1) == [1]
     with pytest.raises(RankError, match="pickle"):
         launch(ranks.unpicklable, 1, timeout_s=150)
-    with pytest.raises(TimeoutError, match="did not end within 8 s; still running: pipeline rank 0"):
-        launch(ranks.slow, 1, timeout_s=8)
+    with pytest.raises(TimeoutError, match="did not end within 4 s; still running: pipeline rank 0"):
+        launch(ranks.slow, 1, timeout_s=4)
     with pytest.raises(ValueError, match="processes=0"):
         launch(ranks.number, 0)
 
