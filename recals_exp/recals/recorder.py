@@ -136,31 +136,7 @@ class Recorder(RecorderMode):
         op = TensorOp(
             seq, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
         )
-        if type(out) is not Tensor or out.is_nested:
-            self._results(op, flat_tensors(out))
-            return out
-        try:  # ``_results`` in line, for the commonest case
-            storage = out.untyped_storage()
-        except NO_STORAGE:
-            self._results(op, (out,))
-            return out
-        key = id(storage)
-        if key in registry:
-            self._results(op, (out,))
-            return out
-        pin = Pin(storage, forget)
-        pin.key = key
-        pin.registry = registry
-        pin.version = 0
-        pin.users = 1
-        pin.session = serial
-        self.session.pins.append(pin)
-        registry[key] = TensorValue(op, 0, storage.nbytes(), pin, 0)
-        op.outs.append((out.shape, out.dtype))
-        if self.cache.trace is not None:
-            self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
-        if self._saved_blanks:
-            self.settle()
+        self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
         return out
 
     def _settings_changed(self) -> None:
