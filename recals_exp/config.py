@@ -9,29 +9,24 @@ Rules followed here:
 1. :class:`Settings` is the schema and lists every key. It is not frozen, as Hydra merges into it; the run gets a
    :class:`RunConfig`.
 2. ``conf/`` and ``experiments/`` are found beside this package's folder in a checkout, and inside it in a wheel.
-3. Folder names are made by resolvers: flat, short, unique, with tidy numbers.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from recals_exp.folders import register_resolvers
 from recals_exp.runconfig import (
     BUDGET_FORMS,
     MODES,
@@ -42,11 +37,11 @@ from recals_exp.runconfig import (
     PipelineSpec,
     RunConfig,
 )
+from recals_exp.sweeps import RESUME_FORMS, LaunchSettings
 
 AVAILABLE_MODES = ("run", "predict", "analyze")  # of MODES: the others are reserved
 PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target
 NAMED = ("strategy", "policy", "pipeline")  # groups whose choice is a name with options
-MAX_FOLDER_NAME = 60  # characters of a job's folder
 _WHOLE = "a whole number of at least"
 
 
@@ -77,6 +72,10 @@ class Settings:
     train_steps: int = field(default=10, metadata=_allowed(f"{_WHOLE} 0"))
     warmup_steps: int = field(default=2, metadata=_allowed(f"{_WHOLE} 0"))
     timing_pairs: int = field(default=7, metadata=_allowed(f"{_WHOLE} 1"))
+    isolate: bool | None = field(default=None, metadata=_allowed("true, false, or null for true in a sweep"))
+    resume: Any = field(default=False, metadata=_allowed(RESUME_FORMS))  # read by arguments.py
+    fail_fast: bool = field(default=False, metadata=_allowed("true or false"))
+    n_repeats: int = field(default=1, metadata=_allowed(f"{_WHOLE} 1"))  # read by arguments.py
     mode: str = field(default="run", metadata=_allowed("one of " + ", ".join(AVAILABLE_MODES)))
 
 
@@ -107,8 +106,7 @@ def _data_dir(name: str) -> Path:
 def register() -> None:
     """Tell Hydra of the schema, the resolvers and the experiments. Calling it again changes nothing."""
     ConfigStore.instance().store(name="settings", node=Settings)
-    OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    register_resolvers()
     for path in sorted(experiments_dir().glob("*.yaml")):
         register_experiment(path)
 
@@ -125,61 +123,6 @@ def register_experiment(path: Path) -> str:
         raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
     ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
     return path.stem
-
-
-def prepare_arguments(arguments: Sequence[str]) -> list[str]:
-    """The command line as Hydra takes it; what a user may also write is put into that form.
-
-    - Options before overrides, as Hydra's parser does not find an override after an option that follows another one.
-    - ``experiment=FILE.yaml``: the file is registered and replaced by its name.
-    - ``model.KEY=VALUE`` for a key that is not in the YAML: allowed (``++``), since the target's signature, which knows
-      better, is checked afterwards. The same for the other parts.
-    """
-    options, overrides = [], []
-    for previous, argument in zip(("", *arguments), arguments, strict=False):
-        is_override = not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
-        if not is_override or previous in _OPTIONS_WITH_VALUE:
-            options.append(argument)
-            continue
-        key, _, value = argument.partition("=")
-        if key.partition(".")[0] in PARTS and "." in key:
-            argument = f"++{argument}"
-        elif key.lstrip("+") == "experiment" and re.search(r"\.ya?ml(,|$)", value):
-            names = (
-                register_experiment(Path(item)) if item.endswith((".yaml", ".yml")) else item
-                for item in value.split(",")
-            )
-            argument = f"{key}={','.join(names)}"
-        overrides.append(argument)
-    return [*options, *overrides, *_name_folders_by(overrides)]
-
-
-def _name_folders_by(overrides: Sequence[str]) -> list[str]:
-    """The Hydra setting that keeps what does not vary over a sweep out of the names of its folders."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:  # Hydra will say so itself
-        return []
-    fixed = [item.key_or_group for item in parsed if not item.is_sweep_override()]
-    return [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"] if fixed else []
-
-
-_OPTIONS_WITH_VALUE = frozenset(
-    (
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-        "--config-dir",
-        "-cd",
-        "--package",
-        "-p",
-        "--cfg",
-        "-c",
-        "--info",
-        "-i",
-    )
-)
 
 
 def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig:
@@ -200,6 +143,8 @@ def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig
     if mode not in AVAILABLE_MODES:
         fault = "reserved and not available yet" if mode in MODES else "not known"
         raise ConfigError(f"mode={mode} is {fault}: use {', '.join(AVAILABLE_MODES)}")
+    for key in LAUNCH_KEYS:
+        values.pop(key)
     parts = {group: _part(group, values.pop(group), choices) for group in PARTS}
     named = {group: _named(group, values.pop(group)) for group in NAMED}
     return RunConfig(
@@ -214,6 +159,21 @@ def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig
         budget=_budget(values.pop("budget"), values.pop("target_peak")),
         **values,
     )
+
+
+LAUNCH_KEYS = ("isolate", "resume", "fail_fast", "n_repeats")
+"""How jobs are run; no part of what a run measures."""
+
+
+def to_launch_settings(settings: DictConfig, is_sweep: bool, overrides: Sequence[str]) -> LaunchSettings:
+    """How the job is run. ``overrides`` are those of the command, where `n_repeats` has become seeds."""
+    if settings.n_repeats != 1 and not any(item.lstrip("+").startswith("seed=") for item in overrides):
+        raise ConfigError(
+            f"n_repeats={settings.n_repeats} was found only after the jobs had been made: give it on the command line, or "
+            "write hydra: sweeper: params: seed: range(0,3) into the file"
+        )
+    isolate = settings.isolate if settings.isolate is not None else is_sweep
+    return LaunchSettings(isolate, settings.resume not in (False, None), settings.fail_fast)
 
 
 AUTO_BUDGET, DEFAULT_BUDGET = "auto", 0.5
@@ -323,56 +283,3 @@ class TerminalFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(record, "printed", False)
-
-
-# -- folders (rule 3) --------------------------------------------------------------------------------------------------
-
-
-def new_folder(parent: str) -> str:
-    """Make ``parent/DATE_TIME``, with ``-2``, ``-3``, ... after it if it exists; making it is what reserves it."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    Path(parent).mkdir(parents=True, exist_ok=True)
-    for number in range(1, 1000):
-        folder = Path(parent) / (stamp if number == 1 else f"{stamp}-{number}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return str(folder)
-    raise ConfigError(f"{parent} already holds 999 folders of {stamp}")
-
-
-def job_folder(number: int, overrides: Sequence[str], exclude: Sequence[str] = ()) -> str:
-    """For example ``0_budget=0.25``: the job's number and what varies, flat, and short by a hash if need be."""
-    pairs = []
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key in exclude or key.startswith("hydra."):
-            continue
-        value = re.sub(r"\d+\.\d{6,}", lambda match: f"{float(match.group()):.6g}", value)
-        pairs.append(re.sub(r"[^\w.=+-]+", "-", f"{key.removesuffix('._target_')}={value}").strip("-"))
-    name = f"{number}_{','.join(pairs)}" if pairs else str(number)
-    if len(name) > MAX_FOLDER_NAME:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name[: MAX_FOLDER_NAME - 9]}-{digest}"
-    return name
-
-
-class RememberFolder(Callback):
-    """Tells this process where Hydra put the run or the sweep, so that its records are found whatever became of the jobs.
-
-    Hydra makes the callback from the configuration, so there is no other place than the class to leave the answer.
-    """
-
-    run: Path | None = None
-    sweep: Path | None = None
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        type(self).run = Path(config.hydra.run.dir)
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        type(self).sweep = Path(config.hydra.sweep.dir)
-
-    @classmethod
-    def forget(cls) -> None:
-        cls.run = cls.sweep = None

@@ -61,8 +61,9 @@ class TerminalProgress(Progress):
     The bar is redrawn only when told of progress: a refreshing thread would take time from what is being timed.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, title: str = "") -> None:
         self._console = console or Console(stderr=True)
+        self._title = title  # before the job's name: which of how many
         self._bar: RichProgress | None = None
         self._task: Any = None
 
@@ -80,7 +81,7 @@ class TerminalProgress(Progress):
             console=self._console,
             auto_refresh=False,
         )
-        self._task = self._bar.add_task("starting", total=total, title=title)
+        self._task = self._bar.add_task("starting", total=total, title=f"{self._title}{title}")
         self._bar.start()
 
     def advance(self, stage: str, steps: int = 1) -> None:

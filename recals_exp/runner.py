@@ -30,13 +30,13 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 
 from torch import Tensor
 
 from recals_exp import records, report
 from recals_exp.datasets import Batch, build_data
+from recals_exp.jobs import as_failed, describe
 from recals_exp.meters.device import resolve_device, seed_everything, thread_count
 from recals_exp.meters.environment import describe_environment
 from recals_exp.meters.flops import compare_flops, count_step_flops
@@ -66,7 +66,7 @@ def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -
     Only an interrupt (Ctrl-C) is recorded and raised again.
     """
     output_dir = Path(output_dir)
-    base = _describe(config, output_dir)
+    base = describe(config, output_dir)
     started = time.perf_counter()
     records.save(base, output_dir)
     with RunWriter(output_dir) as writer, progress or SilentProgress() as bar:
@@ -75,9 +75,9 @@ def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -
                 result = _Job(config, dataclasses.replace(base, threads=threads), writer, bar).do(output_dir)
         except (Exception, SystemExit) as error:
             log.exception("job %s failed", base.job)
-            result = _failed(base, error)
+            result = as_failed(base, error)
         except KeyboardInterrupt as error:
-            records.save(_failed(base, error), output_dir)
+            records.save(as_failed(base, error), output_dir)
             raise
         gc.collect()  # what the job built must not stay for the next one, also where a model holds itself in a cycle
         result = dataclasses.replace(result, wall_s=time.perf_counter() - started)
@@ -97,30 +97,6 @@ def finish_sweep(folder: Path) -> report.Report:
                 writer.result(records.load(path))
     write_tradeoff(written.folder, report.group_series(written.results), written.figure_png)
     return written
-
-
-def _describe(config: RunConfig, output_dir: Path) -> RunResult:
-    return RunResult(
-        job=config.job or output_dir.name,
-        status=records.RUNNING,
-        model=config.model.name,
-        dataset=config.dataset.name,
-        pipeline=config.pipeline.name,
-        policy=config.policy if config.strategy == "recals" else "none",
-        budget=str(config.budget),
-        strategy=config.strategy,
-        device=config.device,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        threads=config.threads,
-        autocast=config.autocast,
-        config=config.to_dict(),
-        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
-def _failed(base: RunResult, error: BaseException) -> RunResult:
-    return dataclasses.replace(base, status=records.FAILED, error=records.describe_error(error))
 
 
 class _Job:

@@ -44,7 +44,7 @@ def fake_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job | None], list[
     def install(during: Job | None = None) -> list[RunConfig]:
         seen: list[RunConfig] = []
 
-        def run(run_config: RunConfig, folder: Path, progress: object = None) -> RunResult:
+        def run(run_config: RunConfig, folder: Path, *others: object) -> RunResult:
             seen.append(run_config)
             result = finished(run_config, folder)
             try:
@@ -60,6 +60,7 @@ def fake_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job | None], list[
             return result
 
         monkeypatch.setattr("recals_exp.runner.run", run)
+        monkeypatch.setattr("recals_exp.isolation.run_isolated", run)  # test_sweeps.py has real processes
         return seen
 
     return install

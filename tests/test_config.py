@@ -12,7 +12,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from recals_exp import config
+from recals_exp import config, folders
+from recals_exp.arguments import prepare_arguments
 from recals_exp.runconfig import MODES, Budget, ConfigError, PartSpec, RunConfig, locate
 
 pytestmark = pytest.mark.usefixtures("config_store")
@@ -27,7 +28,7 @@ def composed(*overrides: str) -> tuple[DictConfig, dict[str, Any]]:
     config.register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        whole = compose("config", config.prepare_arguments(overrides), return_hydra_config=True)
+        whole = compose("config", prepare_arguments(overrides), return_hydra_config=True)
     choices = dict(whole.hydra.runtime.choices)
     with_hydra = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
     return with_hydra, choices
@@ -99,7 +100,7 @@ def test_every_choice_composes_to_a_run_config(path: Path) -> None:
 
 def test_settings_run_config_and_help_have_the_same_keys() -> None:
     run_fields = {item.name for item in dataclasses.fields(RunConfig)} - {"strategy_kwargs", "policy_kwargs", "job"}
-    assert set(config.KEYS) == run_fields | {"target_peak"}  # which becomes the budget
+    assert set(config.KEYS) == run_fields | {"target_peak", *config.LAUNCH_KEYS}  # the target becomes the budget
     help_text = (CONF / "hydra/help/recals_exp.yaml").read_text()
     for key in set(config.KEYS) - CHOICES:
         assert re.search(rf"^    {key} +\S", help_text, re.MULTILINE), f"--help does not explain {key}"
@@ -266,7 +267,7 @@ def test_a_module_that_lacks_a_dependency_says_so(tmp_path: Path, monkeypatch: p
 
 def test_options_may_stand_anywhere() -> None:
     arguments = ["budget=0.5", "-m", "seed=1", "--config-dir", "a=b", "~experiment", "--cfg", "job"]
-    assert config.prepare_arguments(arguments) == [
+    assert prepare_arguments(arguments) == [
         *("-m", "--config-dir", "a=b", "--cfg", "job"),
         *("budget=0.5", "seed=1", "~experiment"),
         "hydra.job.config.override_dirname.exclude_keys=[budget,seed,experiment]",
@@ -274,9 +275,9 @@ def test_options_may_stand_anywhere() -> None:
 
 
 def test_only_what_varies_names_a_folder() -> None:
-    last = config.prepare_arguments(["budget=0.1,0.2", "model.depth=3", "seed=range(3)", "dataset=digits"])[-1]
+    last = prepare_arguments(["budget=0.1,0.2", "model.depth=3", "seed=range(3)", "dataset=digits"])[-1]
     assert last == "hydra.job.config.override_dirname.exclude_keys=[model.depth,dataset]"
-    assert config.prepare_arguments(["budget=0.1,0.2"]) == ["budget=0.1,0.2"]
+    assert prepare_arguments(["budget=0.1,0.2"]) == ["budget=0.1,0.2"]
 
 
 def test_an_experiment_file_of_ones_own(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_an_experiment_file_that_cannot_be_used(tmp_path: Path, content: str | N
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        config.prepare_arguments([f"experiment={path}"])
+        prepare_arguments([f"experiment={path}"])
 
 
 def test_a_mistyped_key_in_an_experiment_file(tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ def test_a_mistyped_key_in_an_experiment_file(tmp_path: Path) -> None:
 
 
 def test_folders_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
-    made = [config.new_folder(str(tmp_path / "outputs")) for _ in range(5)]
+    made = [folders.new_folder(str(tmp_path / "outputs")) for _ in range(5)]
     assert len(set(made)) == 5
     assert all(Path(folder).is_dir() for folder in made)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d)?", Path(folder).name) for folder in made)
@@ -338,10 +339,10 @@ def test_folders_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
     ],
 )
 def test_job_folders(overrides: list[str], name: str) -> None:
-    assert config.job_folder(3, overrides, ["experiment", "batch_size"]) == name
+    assert folders.job_folder(3, overrides, ["experiment", "batch_size"]) == name
 
 
 def test_long_job_folders_stay_short_and_apart() -> None:
-    names = {config.job_folder(0, [f"dataset.path={'x' * 100}{tail}"]) for tail in "abc"}
+    names = {folders.job_folder(0, [f"dataset.path={'x' * 100}{tail}"]) for tail in "abc"}
     assert len(names) == 3
-    assert all(len(name) <= config.MAX_FOLDER_NAME and "/" not in name for name in names)
+    assert all(len(name) <= folders.MAX_FOLDER_NAME and "/" not in name for name in names)
