@@ -27,6 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from recals_exp.folders import register_resolvers
+from recals_exp.pipelinespec import ALLOWED as PIPELINE_KEYS
 from recals_exp.runconfig import (
     BUDGET_FORMS,
     MODES,
@@ -41,7 +42,8 @@ from recals_exp.sweeps import RESUME_FORMS, LaunchSettings
 
 AVAILABLE_MODES = ("run", "predict", "analyze")  # of MODES: the others are reserved
 PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target
-NAMED = ("strategy", "policy", "pipeline")  # groups whose choice is a name with options
+NAMED = ("strategy", "policy")  # groups whose choice is a name with options
+GROUPS = (*PARTS, *NAMED, "pipeline")
 _WHOLE = "a whole number of at least"
 
 
@@ -53,6 +55,28 @@ _CHOICE = _allowed("the name of a choice; its keys follow a dot, as in model.dep
 
 
 @dataclass
+class PipelineSettings:
+    """The schema of the group ``pipeline``: types only; `PipelineSpec` says what is allowed. Any = a value or a list."""
+
+    name: str = "none"
+    devices: Any = None
+    n_stages: int | None = None
+    cuts: Any = None
+    balance: Any = "even"
+    units: Any = None
+    budgets: Any = None
+    n_micro_batches: int | None = None
+    split_size: int | None = None
+    ragged: bool = False
+    threads: bool = False
+    processes: Any = None
+    schedule: str = "1f1b"
+    stages_per_process: int | None = None
+    replicas: int = 1
+    timeout_s: float = 3600.0
+
+
+@dataclass
 class Settings:
     """The schema (rule 1). The metadata say what is allowed, for the messages."""
 
@@ -61,7 +85,7 @@ class Settings:
     optimizer: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
     strategy: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
     policy: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
-    pipeline: dict[str, Any] = field(default=MISSING, metadata=_CHOICE)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings, metadata=_CHOICE)
     budget: Any = field(default=None, metadata=_allowed(BUDGET_FORMS))  # several types: Budget.parse checks it
     target_peak: Any = field(default=None, metadata=_allowed(TARGET_FORMS))  # Budget.peak checks it
     batch_size: int = field(default=64, metadata=_allowed(f"{_WHOLE} 1"))
@@ -155,7 +179,7 @@ def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig
         strategy_kwargs=named["strategy"][1],
         policy=named["policy"][0],
         policy_kwargs=named["policy"][1],
-        pipeline=PipelineSpec(*named["pipeline"]),
+        pipeline=PipelineSpec.from_mapping(values.pop("pipeline")),
         budget=_budget(values.pop("budget"), values.pop("target_peak")),
         **values,
     )
@@ -234,19 +258,23 @@ def explain(error: BaseException) -> str:
     text = "\n".join(dict.fromkeys(line for item in chain for line in str(item).splitlines() if line.strip()))
     text = text.partition("Config search path:")[0].rstrip()
     if "Config group override must be" in text:
-        return f"{', '.join((*PARTS, *NAMED))} and experiment take the name of a choice, see --help ({text})"
-    unknown = re.search(r"Key '([^']+)' (?:is )?not in (?:struct|'Settings')", text)
+        return f"{', '.join(GROUPS)} and experiment take the name of a choice, see --help ({text})"
+    unknown = re.search(r"Key '([^']+)' (?:is )?not in (?:struct|'(?:Pipeline)?Settings')", text)
     where = re.search(r"full_key: (\S+)", text)
     full_key = where.group(1) if where else ""
     if unknown and "." not in full_key:
         return unknown_key(unknown.group(1))
+    if unknown and full_key.startswith("pipeline."):
+        word = unknown.group(1)
+        return f"pipeline has no option {word!r}{_did_you_mean(word, list(PIPELINE_KEYS))}; it has {', '.join(PIPELINE_KEYS)}"
     if unknown and full_key.partition(".")[0] in NAMED:
         return f"{full_key.partition('.')[0]} has no option {unknown.group(1)!r}: --cfg job shows those it has"
-    if full_key in KEYS:
+    allowed = {**KEYS, **{f"pipeline.{name}": text for name, text in PIPELINE_KEYS.items()}}
+    if full_key in allowed:
         given = re.search(rf"\b{full_key}=(\S+)", text)
         reason = next((item for item in chain if isinstance(item, OmegaConfBaseException)), error)
         shown = f"{full_key}={given.group(1)}" if given else full_key
-        return f"{shown} is not allowed: {full_key} is {KEYS[full_key]} ({_first_line(reason)})"
+        return f"{shown} is not allowed: {full_key} is {allowed[full_key]} ({_first_line(reason)})"
     return text
 
 

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-FORMAT_VERSION = 2
+from recals_exp.stagerecords import StagesRecord
+
+FORMAT_VERSION = 3
 """Raised when a field is added, removed or changes its meaning."""
 
 RESULT_FILE = "result.json"
@@ -63,6 +65,8 @@ COLUMNS: tuple[str, ...] = (
     "error",
     "predicted_overhead_pct",
     "bound_overhead_pct",
+    "bubble_pct",
+    "bubble_ideal_pct",
 )
 """The columns of every report, in order (rule 4)."""
 
@@ -164,6 +168,9 @@ class TrainingRecord:
     first_loss: float
     last_loss: float
     wall_s: float
+    accuracy_pct: float | None = None  # of the held-out samples, after training; None if none are held out
+    plain_accuracy_pct: float | None = None  # the same after plain training on the same batches
+    equals_plain: bool | None = None  # every loss, weight and buffer of that training is the same, to the last bit
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,8 @@ class RunResult:
     error: str | None = None  # one line; the traceback is in the job's log
     predicted_overhead_pct: float | None = None  # ops re-run, percent of a step, in the cost model
     bound_overhead_pct: float | None = None  # no policy costs less within the limit (same unit)
+    bubble_pct: float | None = None  # of a pipeline: the idle share of its workers in one step
+    bubble_ideal_pct: float | None = None  # (n-1)/(m+n-1) for n workers and m micro-batches
 
     strategy: str
     device: str
@@ -221,6 +230,7 @@ class RunResult:
     parity: ParityRecord | None = None
     training: TrainingRecord | None = None
     environment: EnvironmentRecord | None = None
+    stages: StagesRecord | None = None  # of a pipeline
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the resolved run configuration
     started_at: str | None = None  # UTC, ISO 8601
     wall_s: float | None = None  # the whole job

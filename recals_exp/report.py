@@ -36,6 +36,7 @@ from rich.text import Text
 from recals_exp import records
 from recals_exp.figures import tradeoff_png
 from recals_exp.records import COLUMNS, FAILED, OK, RunResult
+from recals_exp.stagereport import STAGES_FILE, format_stages_csv, stages_table
 
 CSV_FILE = "tradeoff.csv"
 JSON_FILE = "tradeoff.json"
@@ -112,6 +113,8 @@ def format_json(results: Sequence[RunResult]) -> str:
 _CONSTANTS = ("model", "dataset", "pipeline", "policy")  # said once, in the title, where all jobs share them
 _FOLDED = ("time_overhead_low_pct", "time_overhead_high_pct")  # shown as the interval of time_overhead_pct
 _DISPENSABLE = (
+    "bubble_ideal_pct",
+    "bubble_pct",
     "bound_overhead_pct",
     "predicted_overhead_pct",
     "cache_total_bytes",
@@ -126,6 +129,7 @@ _DISPENSABLE = (
     "job",
 )
 """What a narrow terminal goes without, in this order."""
+_ONLY_WHERE_MEASURED = ("bubble_pct", "bubble_ideal_pct")  # pipelines have them
 _HEADING_WIDTH = 11
 
 
@@ -144,7 +148,12 @@ def format_table(results: Sequence[RunResult], width: int | None = None, color: 
     )
     shared = [column for column in _CONSTANTS if len({getattr(result, column) for result in results}) == 1]
     title = ", ".join(f"{column} {getattr(results[0], column)}" for column in shared) if results else "no jobs"
-    shown = [column for column in COLUMNS if column not in (*shared, *_FOLDED, "error")]
+    shown = [
+        column
+        for column in COLUMNS
+        if column not in (*shared, *_FOLDED, "error")
+        and (column not in _ONLY_WHERE_MEASURED or any(getattr(result, column) is not None for result in results))
+    ]
     hidden: list[str] = []
     table = _table(results, shown)
     for column in _DISPENSABLE:
@@ -157,6 +166,8 @@ def format_table(results: Sequence[RunResult], width: int | None = None, color: 
     if title:
         console.print(Text(title, style="bold"))
     console.print(table)
+    if any(result.stages is not None for result in results):
+        console.print(stages_table(results, width))
     if hidden:
         console.print(Text(f"no room here for {', '.join(hidden)}: see {CSV_FILE}", style="dim"))
     for result in results:
@@ -267,6 +278,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
     (target / CSV_FILE).write_text(format_csv(results), encoding="utf-8")
     (target / JSON_FILE).write_text(format_json(results), encoding="utf-8")
     (target / FIGURE_FILE).write_bytes(figure)
+    if any(result.stages is not None for result in results):
+        (target / STAGES_FILE).write_text(format_stages_csv(results), encoding="utf-8")
     return Report(target, tuple(results), figure)
 
 

@@ -21,16 +21,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recals_exp.configerror import ConfigError
+from recals_exp.pipelinespec import PipelineSpec
+
 MODES = ("run", "predict", "analyze", "dry_run")
 BUDGET_FORMS = (
     "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
 )
 TARGET_FORMS = "the peak of a whole step, a size with its unit such as 6GiB, or null"
+__all__ = ["Budget", "ConfigError", "PartSpec", "PipelineSpec", "RunConfig", "locate"]
 _BINARY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-class ConfigError(ValueError):
-    """A value of the configuration is not allowed; the message says what is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,6 @@ class PartSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSpec:
-    """How the model is spread over devices; "none" keeps it whole on one."""
-
-    name: str = "none"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class RunConfig:
     """One run: one point of a sweep."""
 
@@ -248,8 +240,38 @@ class RunConfig:
             problems.append(
                 f"target_peak with mode={self.mode} is not allowed: it is met by measuring; use mode=run, or leave it out"
             )
+        problems += self._pipeline_problems()
         if problems:
             raise ConfigError("\n".join(problems))
+
+    def _pipeline_problems(self) -> list[str]:
+        """What a pipeline cannot be combined with."""
+        if self.pipeline.is_none:
+            return []
+        name, problems = self.pipeline.name, []
+        if self.strategy not in ("none", "recals"):
+            problems.append(
+                f"strategy={self.strategy} with pipeline={name} is not allowed: stages run under strategy=recals or none"
+            )
+        if self.budget.is_found_out:
+            problems.append(
+                f"budget {self.budget} with pipeline={name} is not allowed, as it is found for one cache: give a fraction of each "
+                "stage's cache, a size for each stage, or pipeline.budgets=[...]"
+            )
+        if self.strategy == "none" and any(budget is not None for budget in self.pipeline.budgets):
+            problems.append(
+                f"pipeline.budgets={list(self.pipeline.budgets)} with strategy=none is not allowed: plain PyTorch holds no "
+                "limit; use strategy=recals"
+            )
+        if self.mode == "predict":
+            problems.append(
+                f"mode=predict with pipeline={name} is not allowed: prices are predicted for one cache; use pipeline=none"
+            )
+        if self.mode == "analyze" and self.pipeline.over_processes:
+            problems.append(
+                f"mode=analyze with pipeline={name} is not allowed: the model is analysed whole; use pipeline=none"
+            )
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain dictionaries, lists, strings and numbers; the budget as its text."""

@@ -26,7 +26,6 @@ import dataclasses
 import gc
 import itertools
 import logging
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -37,20 +36,24 @@ from torch import Tensor
 from recals_exp import records, report
 from recals_exp.datasets import Batch, build_data
 from recals_exp.jobs import as_failed, describe
+from recals_exp.learning import judge, train
 from recals_exp.meters.device import resolve_device, seed_everything, thread_count
 from recals_exp.meters.environment import describe_environment
 from recals_exp.meters.flops import compare_flops, count_step_flops
 from recals_exp.meters.memory import measure_memory
 from recals_exp.meters.parity import check_parity
-from recals_exp.meters.steps import StartingState, TrainStep
+from recals_exp.meters.stages import measure_stages
+from recals_exp.meters.steps import StartingState, StepOutcome, TrainStep
 from recals_exp.meters.timing import measure_pairs, median_interval
 from recals_exp.models import build_model
+from recals_exp.pipelines import BoundPipeline, PipelineStrategy, PlainLoop, write_timeline
 from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step, write_prediction
 from recals_exp.progress import Progress, SilentProgress
 from recals_exp.recals import Analysis, Stats, format_analysis, format_bytes, recals_with_rngs
 from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
 from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, TrainingRecord
 from recals_exp.runconfig import RunConfig
+from recals_exp.stagerecords import StagesRecord
 from recals_exp.strategies import BoundStrategy, Strategy, make_strategy
 from recals_exp.writers import RunWriter, has_events, write_tradeoff
 
@@ -106,13 +109,12 @@ class _Job:
     STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3}  # of the modes that stop early
 
     def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
-        if config.pipeline.name != "none":
-            raise ValueError(f"pipeline={config.pipeline.name!r} does not exist; there is: none")
         self.config = config
         self.writer = writer
         self.progress = progress
         self.device = resolve_device(config.device)
         self.base = dataclasses.replace(base, device=str(self.device), environment=describe_environment(self.device))
+        self.pipelined = not config.pipeline.is_none
         self.strategy = make_strategy(config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs)
         # a strategy's first call may check or plan; without a step of training that must not be what is measured
         self.warmup_steps = config.warmup_steps if config.train_steps else max(1, config.warmup_steps)
@@ -126,7 +128,7 @@ class _Job:
             return self.analyze(folder)
         if self.config.mode == "predict":
             return self.predict(folder)
-        return self.measure()
+        return self.measure(folder)
 
     def analyze(self, folder: Path) -> RunResult:
         """What the model caches, by layer, as a table in `folder/analysis.txt`."""
@@ -150,7 +152,7 @@ class _Job:
         self._done("predicted")
         return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=total_bytes)
 
-    def measure(self) -> RunResult:
+    def measure(self, folder: Path) -> RunResult:
         """Every stage in order; the record of a job that went through all of them."""
         config = self.config
         step, batches = self._build()
@@ -168,6 +170,7 @@ class _Job:
         self._done("memory measured")
         flops, stats = self._count_flops(step, state, bound, batch)
         fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / max(total_bytes, 1))
+        stages = self._measure_stages(step, state, bound, batch, folder)
         bound.reset_stats()
         timing = measure_pairs(
             step,
@@ -176,7 +179,7 @@ class _Job:
             batch,
             config.timing_pairs,
             warmup_steps=self.warmup_steps,
-            fifo_fraction=fraction if self.strategy.policy in ("fifo", "none") else None,
+            fifo_fraction=fraction if self.strategy.policy in ("fifo", "none") and not self.pipelined else None,
             on_pair=lambda *_: self._done("timing pairs"),
         )
         timed_stats = bound.stats
@@ -194,7 +197,7 @@ class _Job:
             time_overhead_low_pct=100 * (low - 1),
             time_overhead_high_pct=100 * (high - 1),
             recompute_flops_pct=flops.overhead_pct,
-            documented_overhead_pct=records.documented_overhead_pct(fraction),
+            documented_overhead_pct=None if self.pipelined else records.documented_overhead_pct(fraction),
             peak_memory_plain_bytes=memory.resident_bytes + memory.step_peak_plain_bytes,
             peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
             gradients_identical=parity.gradients_identical,
@@ -206,18 +209,34 @@ class _Job:
             cache=None if stats is None else _cache_record(stats, analysis.unit_max_bytes),
             parity=parity,
             training=training,
+            bubble_pct=None if stages is None else stages.bubble_pct,
+            bubble_ideal_pct=None if stages is None else stages.bubble_ideal_pct,
+            stages=stages,
         )
 
     def _build(self) -> tuple[TrainStep, Iterator[Batch]]:
         config = self.config
-        data = build_data(config.dataset)
-        seed_everything(config.seed)
-        model = build_model(config.model, data).to(self.device).train()
-        optimizer = config.optimizer.build(model.parameters())
-        step = TrainStep(model, optimizer, data.loss, self.device, config.autocast)
-        batches = data.batches(config.batch_size, config.seed)
+        self.data = build_data(config.dataset)
+        step, batches = self._plain_step()
+        if self.pipelined:  # the plain step is the loop over the micro-batches, and the pipeline is what is bound to it
+            example = self._on_device(next(self.data.batches(config.batch_size, config.seed)))
+            self.strategy = PipelineStrategy(config, example.x)
         self._done("built")
-        return step, (Batch(batch.x.to(self.device), batch.target.to(self.device)) for batch in batches)
+        return step, batches
+
+    def _plain_step(self) -> tuple[TrainStep, Iterator[Batch]]:
+        """The model as the seed makes it, with its optimizer, and its batches."""
+        config = self.config
+        seed_everything(config.seed)
+        model = build_model(config.model, self.data).to(self.device).train()
+        if self.pipelined:
+            model = PlainLoop(model, config.pipeline)
+        optimizer = config.optimizer.build(model.parameters())
+        step = TrainStep(model, optimizer, self.data.loss, self.device, config.autocast)
+        return step, map(self._on_device, self.data.batches(config.batch_size, config.seed))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return Batch(batch.x.to(self.device), batch.target.to(self.device))
 
     def _analyse(self, step: TrainStep, x: Tensor) -> Analysis:
         """What the model caches without a limit."""
@@ -298,26 +317,25 @@ class _Job:
         self, step: TrainStep, bound: BoundStrategy, first: Batch, others: Iterator[Batch]
     ) -> TrainingRecord | None:
         """Learn for real, under the strategy. The first batch is the one that is measured on later."""
-        count = self.config.train_steps
-        seed_everything(self.config.seed)
-        losses: list[float] = []
+        config, count = self.config, self.config.train_steps
         started = time.perf_counter()
-        for index, batch in enumerate(itertools.islice(itertools.chain([first], others), count)):
-            bound.reset_stats()
-            outcome = step(bound, *batch)
-            loss = outcome.loss.item()
-            if not math.isfinite(loss):
-                raise ValueError(
-                    f"training diverged: the loss of step {index} is {loss}; a lower optimizer.lr may help"
-                )
-            losses.append(loss)
+
+        def done(index: int, loss: float, outcome: StepOutcome) -> None:
             stats = bound.stats
             self.writer.training_step(index, loss, outcome.step_s, None if stats is None else stats.peak_cached_bytes)
             self._done("training")
+
+        losses = train(step, bound, itertools.chain([first], others), count, config.seed, done, bound.reset_stats)
         if not losses:
             return None
         log.info("training: loss %.4g at step 0, %.4g at step %d", losses[0], losses[-1], count - 1)
-        return TrainingRecord(tuple(losses), losses[0], losses[-1], time.perf_counter() - started)
+        training = TrainingRecord(tuple(losses), losses[0], losses[-1], time.perf_counter() - started)
+        if not self.data.n_held_out:
+            return training
+        plain, batches = self._plain_step()
+        training = judge(training, step, bound, plain, batches, self._on_device(self.data.held_out()), config.seed)
+        log.info("accuracy: %.2f %%, %.2f %% after plain training", training.accuracy_pct, training.plain_accuracy_pct)
+        return training
 
     def _warm_up(self, step: TrainStep, state: StartingState, bound: BoundStrategy, batch: Batch) -> None:
         for _ in range(self.warmup_steps):
@@ -336,6 +354,16 @@ class _Job:
         stats = bound.stats
         self._done("FLOPs counted")
         return compare_flops(plain, wrapped, None if stats is None else stats.recomputed_flops), stats
+
+    def _measure_stages(
+        self, step: TrainStep, state: StartingState, bound: BoundStrategy, batch: Batch, folder: Path
+    ) -> StagesRecord | None:
+        """What each stage of a pipeline did, and a picture of it; None for a whole model."""
+        if not isinstance(bound, BoundPipeline):
+            return None
+        stages, events = measure_stages(step, state, bound, batch)
+        self.writer.timeline(write_timeline(events, folder, self.base.job))
+        return stages
 
     def _done(self, stage: str) -> None:
         self.progress.advance(stage)

@@ -49,6 +49,8 @@ METRIC_TAGS: Mapping[str, str] = {
     "cache_limit_bytes": "cache/limit (MiB)",
     "cache_total_bytes": "cache/total (MiB)",
     "gradients_identical": "parity/gradients_identical (0 or 1)",
+    "bubble_pct": "pipeline/bubble (%)",
+    "bubble_ideal_pct": "pipeline/bubble_ideal (%)",
 }
 """Column -> tag, of the run scalars that the HParams tab shows as metrics; it shows the first five unasked."""
 
@@ -99,6 +101,10 @@ class RunWriter:
             self._writer.add_scalar("pairs/under_budget (s)", wrapped, index)
             self._writer.add_scalar("pairs/time_overhead (%)", 100 * (ratio - 1), index)
 
+    def timeline(self, png: bytes) -> None:
+        """The picture of one step of a pipeline."""
+        self._writer._get_file_writer().add_summary(_image("pipeline/timeline", png), 0)
+
     def result(self, result: RunResult) -> None:
         """The job's outcome: one point per metric, and its line in the HParams tab (rule 2)."""
         for column, tag in METRIC_TAGS.items():
@@ -128,9 +134,22 @@ def _details(result: RunResult) -> dict[str, float]:
         details["memory/resident (MiB)"] = memory.resident_bytes / MIB
         details["memory/process_peak (MiB)"] = memory.process_peak_bytes / MIB
         details["memory/process_peak_plain (MiB)"] = memory.process_peak_plain_bytes / MIB
+    if result.stages is not None:
+        details["pipeline/bubble_scheduled (%)"] = result.stages.bubble_scheduled_pct
+        for stage in result.stages.stages:
+            tag = f"stage_{stage.stage}"
+            details[f"{tag}/busy (s)"] = stage.busy_s
+            details[f"{tag}/bubble (%)"] = stage.bubble_pct
+            details[f"{tag}/recompute (%)"] = stage.recompute_pct
+            for name, nbytes in (("peak_memory", stage.peak_memory_bytes), ("cache_peak", stage.cache_peak_bytes)):
+                if nbytes is not None:
+                    details[f"{tag}/{name} (MiB)"] = nbytes / MIB
     if (training := result.training) is not None:
         details["training/first_loss"] = training.first_loss
         details["training/last_loss"] = training.last_loss
+        for kind, accuracy in (("accuracy", training.accuracy_pct), ("accuracy_plain", training.plain_accuracy_pct)):
+            if accuracy is not None:
+                details[f"training/{kind} (%)"] = accuracy
     return details
 
 

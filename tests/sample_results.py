@@ -18,6 +18,7 @@ from recals_exp.records import (
     TimingRecord,
     TrainingRecord,
 )
+from recals_exp.stagerecords import StageRecord, StagesRecord
 
 MIB = 1024**2
 
@@ -52,6 +53,8 @@ def finished(fraction: float, **changes: Any) -> RunResult:
         "gradients_identical": True,
         "predicted_overhead_pct": documented + 0.125,
         "bound_overhead_pct": documented / 2,
+        "bubble_pct": 25.5,
+        "bubble_ideal_pct": 20.0,
         "strategy": "recals",
         "device": "cpu",
         "batch_size": 32,
@@ -75,7 +78,24 @@ def finished(fraction: float, **changes: Any) -> RunResult:
         "flops": FlopsRecord(3000, 3000 + int(30 * documented), int(30 * documented), int(30 * documented), documented),
         "cache": CacheRecord(MIB, limit - 17, MIB, 0, total - limit, 10, total - limit, 10, 3),
         "parity": ParityRecord(True, True, True, True, True, (), None),
-        "training": TrainingRecord((2.3, 1.9, 0.1 + 0.2), 2.3, 0.1 + 0.2, 1.25),
+        "training": TrainingRecord((2.3, 1.9, 0.1 + 0.2), 2.3, 0.1 + 0.2, 1.25, 91.5, 91.5, True),
+        "stages": StagesRecord(
+            "1f1b",
+            2,
+            1,
+            4,
+            0.5,
+            25.5,
+            20.0,
+            20.0,
+            "torch profiler memory events",
+            (
+                StageRecord(
+                    0, 0, "cpu", ("a", "b"), "0.25", 2, 4 * MIB, 4 * MIB, 0.1, 0.3, 0.1, 33.3, 0.4, 20.0, 50 * MIB
+                ),
+                StageRecord(1, 1, "cpu", ("c",), "none", 1, None, None, 0.1, 0.2, 0.0, 0.0, 0.3, 40.0, None),
+            ),
+        ),
         "environment": EnvironmentRecord(
             "3.12.1", "Linux", "a processor", 2, 8 * 1024 * MIB, None, {"torch": "2.14.1"}, None
         ),

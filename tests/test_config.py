@@ -19,7 +19,7 @@ from recals_exp.runconfig import MODES, Budget, ConfigError, PartSpec, RunConfig
 pytestmark = pytest.mark.usefixtures("config_store")
 
 CONF = config.conf_dir()
-N_CONF_FILES = 27  # every YAML below conf/: raise it when you add one
+N_CONF_FILES = 31  # every YAML below conf/: raise it when you add one
 CHOICES = {"model", "dataset", "optimizer", "strategy", "policy", "pipeline"}
 
 
@@ -45,7 +45,7 @@ def test_the_defaults() -> None:
     made = run_config()
     assert made.model == PartSpec("mlp_chain", "recals_exp.models.mlp_chain", {"depth": 32, "width": None})
     assert made.dataset.name == "digits"
-    assert made.dataset.kwargs == {"image_size": 20, "channels": 1}
+    assert made.dataset.kwargs == {"image_size": 20, "channels": 1, "scale": "standard", "held_out": 0}
     assert made.optimizer.target == "torch.optim.SGD"
     assert (made.strategy, made.policy, made.pipeline.name) == ("recals", "fifo", "none")
     assert made.budget == Budget("fraction", 0.5)
@@ -54,7 +54,8 @@ def test_the_defaults() -> None:
 
 
 def test_the_data_set_is_fitted_to_the_model_and_the_user_has_the_last_word() -> None:
-    assert run_config("model=vit_b_16").dataset.kwargs == {"image_size": 64, "channels": 3}
+    digits = run_config("model=vit_b_16").dataset.kwargs
+    assert (digits["image_size"], digits["channels"]) == (64, 3)
     assert run_config("model=vit_b_16", "dataset.image_size=32").dataset.kwargs["image_size"] == 32
     assert run_config("model=vit_b_16").batch_size == 16
     assert run_config("model=vit_b_16", "batch_size=3").batch_size == 3
@@ -115,7 +116,8 @@ def test_run_config_is_frozen_and_plain() -> None:
     plain = made.to_dict()
     assert plain["budget"] == "512MiB"
     assert plain["model"]["kwargs"] == {"depth": 3, "width": None}
-    assert plain["pipeline"] == {"name": "none", "kwargs": {}}
+    assert plain["pipeline"]["name"] == "none"
+    assert run_config("pipeline=two_stage", "pipeline.cuts=[a]").to_dict()["pipeline"]["cuts"] == ["a"]
 
 
 # -- the budget --------------------------------------------------------------------------------------------------------
@@ -186,6 +188,7 @@ def test_budget_limit() -> None:
         ("model._target_=torch.pi", r"_target_='torch.pi' is a float, not callable"),
         ("model._target_=torch.nn.Bilinear", r"does not take depth, width; .* another target start from model=custom"),
         ("model._target_=null", r"model has no _target_: choose model=NAME"),
+        ("pipeline.n_micro_batches=3", r"pipeline.n_micro_batches=3 with pipeline=none: .* choose pipeline=two_stage"),
         ("policy.name=3", r"policy.name=3 is not allowed: use the name of a policy"),
         ("+nonsense=3", r"there is no key 'nonsense'; the keys are model, .* and experiment"),
         (
@@ -214,6 +217,12 @@ def test_several_faults_are_listed_at_once() -> None:
         ("threads=many", r"^threads=many is not allowed: threads is a whole number of at least 1, or null"),
         ("timing_pairs=[1]", r"timing_pairs is a whole number of at least 1"),
         ("policy.depth=3", r"^policy has no option 'depth'"),
+        (
+            "pipeline.n_stage=3",
+            r"^pipeline has no option 'n_stage' \(did you mean 'n_stages'\?\); it has name, devices",
+        ),
+        ("pipeline.n_stages=two", r"^pipeline.n_stages=two is not allowed: pipeline.n_stages is a whole number"),
+        ("pipeline.ragged=maybe", r"^pipeline.ragged=maybe is not allowed: pipeline.ragged is true or false"),
         ("model=resnet", r"(?s)Could not find 'model/resnet'.*resnet18.*vit_b_16$"),
         ("experiment=nothing", r"(?s)Could not find 'experiment/nothing'.*documented_curve$"),
         ("model=3", r"^model, dataset, .* take the name of a choice, see --help"),

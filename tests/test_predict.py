@@ -128,7 +128,7 @@ def test_predicted_and_bound_stand_beside_what_was_measured(tmp_path: Path) -> N
         result = run(unlimited, tmp_path / unlimited.strategy)
         expected = None if unlimited.strategy == "none" else 0.0
         assert (result.predicted_overhead_pct, result.bound_overhead_pct) == (expected, expected)
-    assert records.COLUMNS[-2:] == ("predicted_overhead_pct", "bound_overhead_pct")
+    assert {"predicted_overhead_pct", "bound_overhead_pct"} <= set(records.COLUMNS)
 
 
 def test_prediction_leaves_training_as_it_is(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ DOCUMENTED_COLUMNS = [
     "error",
     "predicted_overhead_pct",
     "bound_overhead_pct",
+    "bubble_pct",
+    "bubble_ideal_pct",
 ]
 
 
@@ -90,7 +92,7 @@ def test_unknown_and_missing_fields_are_all_named() -> None:
         (("memory",), 3, r"memory must be an object with the fields of MemoryRecord, got 3"),
         (("environment", "packages"), [], r"environment\.packages must be an object, got \[\]"),
         (("status",), "great", r"status is 'great'; it must be one of ok, failed, running"),
-        (("format_version",), 99, r"format_version 99, this version reads 2"),
+        (("format_version",), 99, r"format_version 99, this version reads 3"),
     ],
 )
 def test_wrong_types_are_refused_by_path(path: tuple[str, ...], value: object, message: str) -> None:

@@ -65,7 +65,7 @@ def test_table_fits_the_terminal_and_says_what_it_left_out(width: int, sweep: Pa
     assert max(map(len, rows)) <= width, table
     for needed in ("117.2 [115.2, 119.7]", "116.9", "44.0 MiB", "yes"):
         assert needed in table
-    assert "no room here for bound_overhead_pct" in table
+    assert "no room here for bubble_ideal_pct" in table
     assert ("cache_total_bytes" in table) == (width < 190)
 
 
@@ -125,6 +125,7 @@ def test_several_sweeps_in_one_report(sweep: Path, tmp_path: Path) -> None:
     assert len(written.results) == 5  # the sweep named twice counts once
     assert list(report.group_series(written.results)) == ["gpt text", "mlp_chain digits"]
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
+        "stages.csv",
         "tradeoff.csv",
         "tradeoff.json",
         "tradeoff.png",

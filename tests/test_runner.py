@@ -58,11 +58,16 @@ def results(sweep: Path) -> dict[str, RunResult]:
 
 
 def test_every_column_of_a_finished_job_is_filled(results: dict[str, RunResult]) -> None:
+    of_pipelines = ["bubble_pct", "bubble_ideal_pct"]
     for budget in ("0.25", "0.5"):
-        assert [name for name, value in results[budget].row().items() if value is None] == ["error"]
-    assert [name for name, value in results["none"].row().items() if value is None] == ["cache_limit_bytes", "error"]
+        assert [name for name, value in results[budget].row().items() if value is None] == ["error", *of_pipelines]
+    assert [name for name, value in results["none"].row().items() if value is None] == [
+        "cache_limit_bytes",
+        "error",
+        *of_pipelines,
+    ]
     empty = [name for name, value in vars(results["0.5"]).items() if value is None]
-    assert empty == ["error", "autocast"]
+    assert empty == ["error", *of_pipelines, "autocast", "stages"]
 
 
 def test_the_limit_is_the_fraction_of_the_total_and_is_kept(results: dict[str, RunResult]) -> None:
@@ -285,7 +290,10 @@ def test_while_it_runs_the_record_says_so(tmp_path: Path) -> None:
     [
         ({"device": "cuda:99"}, "ValueError: device='cuda:99' is not on this machine, which has .*use device=cpu"),
         ({"device": "toaster"}, "ValueError: device='toaster' is not a device: use auto, cpu"),
-        ({"pipeline": PipelineSpec("two_stage")}, "ValueError: pipeline='two_stage' does not exist; there is: none"),
+        (
+            {"pipeline": PipelineSpec("mine", devices=("cuda:99", "cpu"))},
+            r"ValueError: device 'cuda:99' \(cuda:99\) does not exist on this machine; the devices that exist are: cpu",
+        ),
         ({"strategy": "magic"}, "ValueError: strategy='magic' does not exist; there are: none, recals"),
         ({"policy": "magic"}, "ValueError: policy='magic' does not exist; there are: .*fifo"),
         (

@@ -18,16 +18,28 @@ from torch.nn import functional as F
 from recals_exp.datasets.spec import CLASSIFICATION, Batch, DataSpec, InputSpec, task_loss
 from recals_exp.runconfig import ConfigError
 
+N_DIGITS = 1797
+SCALES = ("standard", "unit")
 
-def digits(image_size: int = 8, channels: int = 1) -> DataSpec:
-    """The 1797 handwritten digits of scikit-learn, 8 x 8 pixels, enlarged and normalised to mean 0 and deviation 1."""
+
+def digits(image_size: int = 8, channels: int = 1, scale: str = "standard", held_out: int = 0) -> DataSpec:
+    """The 1797 handwritten digits of scikit-learn, 8 x 8 pixels, enlarged.
+
+    Args:
+        scale: "standard" has mean 0 and deviation 1; "unit" lies in [0, 1], as a rate-coded model's input must.
+        held_out: so many digits, the last ones, are not trained on but used to judge what was learned.
+    """
     _check_image(image_size, channels)
+    if scale not in SCALES:
+        raise ConfigError(f"scale={scale!r} is not allowed: use one of {', '.join(SCALES)}")
+    if isinstance(held_out, bool) or not isinstance(held_out, int) or not 0 <= held_out < N_DIGITS:
+        raise ConfigError(f"held_out={held_out!r} is not allowed: use a whole number from 0 to {N_DIGITS - 1}")
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).to(torch.float32).unsqueeze(1)
     labels = torch.from_numpy(bunch.target).to(torch.int64)
-    images = (images - images.mean()) / images.std()
+    images = (images - images.mean()) / images.std() if scale == "standard" else images / images.max()
 
     def sample(rows: Tensor) -> Batch:
         return Batch(_fit_image(images[rows], image_size, channels), labels[rows])
@@ -37,10 +49,11 @@ def digits(image_size: int = 8, channels: int = 1) -> DataSpec:
         task=CLASSIFICATION,
         input_spec=InputSpec((channels, image_size, image_size)),
         n_classes=10,
-        n_samples=len(labels),
+        n_samples=len(labels) - held_out,
         sample=sample,
         loss=task_loss,
         note="scikit-learn's handwritten digits, part of the package",
+        n_held_out=held_out,
     )
 
 

@@ -48,10 +48,11 @@ class DataSpec:
     task: str  # one of TASKS
     input_spec: InputSpec
     n_classes: int  # classes, or the size of the vocabulary
-    n_samples: int
+    n_samples: int  # that batches are drawn from
     sample: Callable[[Tensor], Batch]  # int64 row numbers [N] -> Batch of N rows
     loss: Callable[[Any, Tensor], Tensor]  # (model output, target) -> scalar
     note: str = ""  # where the data come from, for the report
+    n_held_out: int = 0  # rows after those, which no batch has: what was learned is judged by them
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
         """Batches without end, on the CPU; the same for the same arguments (rules 1 and 2)."""
@@ -64,6 +65,10 @@ class DataSpec:
                 rows = torch.cat([rows, torch.randperm(self.n_samples, generator=generator)])
             yield self.sample(rows[:batch_size])
             rows = rows[batch_size:]
+
+    def held_out(self) -> Batch:
+        """The rows that are held out, on the CPU."""
+        return self.sample(torch.arange(self.n_samples, self.n_samples + self.n_held_out))
 
     def facts(self) -> dict[str, Any]:
         """What a model builder may ask for by the name of a parameter; see ``models.build_model``."""

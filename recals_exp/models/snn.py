@@ -13,8 +13,9 @@ Rules followed here:
 1. Firing is a step, whose derivative is zero or infinite; backward uses the derivative of an arctangent in its place
    (a surrogate gradient, https://arxiv.org/abs/1901.09948).
 2. The voltage lives in a Python attribute, made at the first step after a reset; it belongs to no ``state_dict``.
-3. `RateCoded.forward` resets, runs the steps and averages. ``RateCoded.step`` alone is the network of one step, which a
-   pipeline runs with ``constant_forward``; `rate_forward` does that with the same result, bit for bit.
+3. `RateCoded.forward` resets, runs the steps, averages, and resets again, for a voltage holds the whole graph of its step.
+   ``RateCoded.step`` alone is the network of one step, which a pipeline runs with ``constant_forward``; `rate_forward` does
+   that with the same result, bit for bit.
 4. The input is constant (pixels as currents) or Poisson (a pixel in [0, 1] is the probability of a spike in each step,
    drawn anew from torch's generator).
 """
@@ -94,6 +95,7 @@ class RateCoded(nn.Module):
         total = self.step(x)
         for _ in range(self.time_steps - 1):
             total = total + self.step(x)
+        reset_neurons(self.step)
         return total / self.time_steps
 
 
@@ -136,6 +138,7 @@ def rate_forward(pipeline: RunsConstant, x: Tensor, time_steps: int) -> Tensor:
     """What `RateCoded` returns, with its ``step`` run by a pipeline."""
     reset_neurons(pipeline)
     total: Tensor = pipeline.constant_forward(x, time_steps)
+    reset_neurons(pipeline)
     return total / time_steps
 
 

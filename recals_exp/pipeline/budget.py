@@ -57,14 +57,19 @@ class StageBudget:
                 analysis = recals_with_rngs(UNLIMITED).analyze(module, *copies, **named)
             share = math.floor(self.written * analysis.total_bytes * n_calls * (1 + 1e-12))
             smallest = analysis.pinned_bytes * n_calls + analysis.largest_value_bytes
-            self._recals = recals_with_rngs(max(share, smallest), policy=self._policy)
+            self._recals = self._make(max(share, smallest))
         return self._recals
 
     def _of_bytes(self) -> Any:
         if self.written is None or callable(self.written):
             return self.written
         assert isinstance(self.written, int)
-        return recals_with_rngs(self.written, policy=self._policy)
+        return self._make(self.written)
+
+    def _make(self, limit_bytes: int) -> Any:
+        if isinstance(self._policy, str) or not callable(self._policy):
+            return recals_with_rngs(limit_bytes, policy=self._policy)
+        return self._policy(limit_bytes)
 
 
 def check_budget(written: Budget) -> Budget:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class LayoutSpec:
     ragged: bool = False
     unsplit: tuple[str, ...] = ()
     threads: bool = False
-    policy: str = "fifo"
+    policy: str | Callable[[int], Any] = "fifo"  # of the stages' caches; or what makes a cache for a limit in bytes
     optimizer_states: float = 2.0  # tensors of a parameter's size that the optimizer keeps: SGD 0, momentum 1, Adam 2
 
     @classmethod

@@ -28,7 +28,8 @@ Rules the code follows:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -58,7 +59,8 @@ class ModelPipeline(nn.Module):
         ragged: allow a smaller last micro-batch.
         unsplit: keyword names (or positions in a tuple ``x``) that are passed whole; see ``batch.py``.
         threads: run each stage on a worker thread of its own so that stages on the CPU overlap; see ``workers.py``.
-        policy: the engine's policy for the budgets written as bytes or fractions.
+        policy: the engine's policy for the budgets written as bytes or fractions, or a function that makes the ``Recals`` for
+            a limit in bytes.
 
     Example:
         >>> pipe = ModelPipeline(split_size=8)
@@ -90,6 +92,7 @@ class ModelPipeline(nn.Module):
         self._mover = Mover()
         self._thread_plan = ThreadPlan() if threads else None
         self._observer: StageObserver | None = None
+        self._budgeted = True
         self._adopted: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no child
 
     def append(
@@ -227,6 +230,15 @@ class ModelPipeline(nn.Module):
         """Report each stage's work to ``observer`` from now on; None stops it. ``timeline.py`` has one."""
         self._observer = observer
 
+    @contextmanager
+    def unbudgeted(self) -> Iterator[None]:
+        """Inside, stages run without their budgets: the plain loop on the same devices, for comparisons."""
+        before, self._budgeted = self._budgeted, False
+        try:
+            yield
+        finally:
+            self._budgeted = before
+
     def _check_stages(self, kwargs: Mapping[str, Any]) -> None:
         if not self._stages:
             raise ValueError("this pipeline has no stage: append(module, device) at least one before calling it")
@@ -247,7 +259,7 @@ class ModelPipeline(nn.Module):
         return plan_rows(rows, split_sizes, ragged)
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        run = PipelineRun(self._stages, micro_batches, self._mover, self._observer)
+        run = PipelineRun(self._stages, micro_batches, self._mover, self._observer, self._budgeted)
         if self._thread_plan is None:
             return run.in_order()
         return ThreadedRun(run, self._thread_plan).outputs()

@@ -28,12 +28,14 @@ class PipelineRun:
         micro_batches: Sequence[MicroBatch],
         mover: Mover,
         observer: StageObserver | None,
+        budgeted: bool = True,
     ) -> None:
         self.stages = stages
         self.micro_batches = micro_batches
         self._mover = mover
         self.recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._observer = observer
+        self._budgeted = budgeted
         self._lock = threading.Lock()  # the stages may run on threads
         self._values: dict[tuple[int, int], Any] = {}  # (stage, micro-batch) -> result, until its last reader has it
         self._carried: dict[tuple[int, str, torch.device], Any] = {}  # keyword values already taken to a device
@@ -83,8 +85,9 @@ class PipelineRun:
 
     def compute(self, stage: Stage, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the stage, under its budget where gradients are recorded (rule 7), and keep the result for its readers."""
-        recals = stage.budget.recals if self.recording else None
-        if recals is None and self.recording and stage.budget.is_fraction:
+        under_budget = self.recording and self._budgeted
+        recals = stage.budget.recals if under_budget else None
+        if recals is None and under_budget and stage.budget.is_fraction:
             recals = stage.budget.resolve(stage.module, tuple(args), kwargs, len(self.micro_batches))
         if self._observer is not None and self.recording:
             result = self._observer.run(stage, index, recals, args, kwargs)
