@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 PYTEST_ARGS ?=
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install demo test test-all lint format clean
 
@@ -20,10 +22,10 @@ demo: $(STAMP)
 
 # Everything that ends within a few minutes; `make test-all` adds what is marked slow.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

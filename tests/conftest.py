@@ -12,6 +12,9 @@ import torch
 
 SEED = 1234
 
+if WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # they share the cores
+    torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
 
 def pytest_report_header() -> list[str]:
     import hydra
