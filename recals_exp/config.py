@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from recals_exp.folders import register_resolvers
+from recals_exp.folders import experiment_files, register_resolvers
 from recals_exp.pipelinespec import ALLOWED as PIPELINE_KEYS
 from recals_exp.runconfig import (
     BUDGET_FORMS,
@@ -145,6 +145,7 @@ def register_experiment(path: Path) -> str:
         raise ConfigError(f"experiment={path} is not valid YAML: {error}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
+    experiment_files[path.stem] = path
     ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
     return path.stem
 

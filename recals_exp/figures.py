@@ -1,4 +1,4 @@
-"""The trade-off as a picture. Matplotlib stands here and nowhere else.
+"""The trade-off as a picture. Matplotlib stands here and in `step_figures`, nowhere else.
 
 Drawn with `Figure` objects and the Agg canvas: no global state, no window, no interactive backend.
 """
@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from recals_exp.records import RunResult, documented_overhead_pct
@@ -21,10 +23,30 @@ COLORS = ("#0b6fb8", "#d1542b", "#2f8f4e", "#8b4fb0", "#a5781b", "#3aa3a0")
 GREY = "#6b6b6b"
 
 
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element with text as text. `name` keeps the ids of several in one page apart."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Title": name})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
 def tradeoff_png(series: Mapping[str, Sequence[RunResult]], title: str) -> bytes:
-    """Measured overhead over the documented curve, and peak memory, against the budget: the bytes of a PNG file."""
+    """`tradeoff_figure` as the bytes of a PNG file."""
+    return png(tradeoff_figure(series, title))
+
+
+def tradeoff_figure(series: Mapping[str, Sequence[RunResult]], title: str) -> Figure:
+    """Measured overhead over the documented curve, and peak memory, against the budget."""
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     overhead, memory = figure.subplots(1, 2)
     figure.suptitle(title)
     points = {name: _points(results) for name, results in series.items()}
@@ -40,9 +62,7 @@ def tradeoff_png(series: Mapping[str, Sequence[RunResult]], title: str) -> bytes
     if not budgets:
         for axes in (overhead, memory):
             axes.text(0.5, 0.5, "no finished job", transform=axes.transAxes, ha="center", color=GREY)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    return buffer.getvalue()
+    return figure
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,6 @@ class Curve:
 def prediction_png(curves: Sequence[Curve], title: str) -> bytes:
     """Predicted overhead over the documented curve and above the bound, and predicted peaks: the bytes of a PNG file."""
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     overhead, memory = figure.subplots(1, 2)
     figure.suptitle(title)
     _draw_documented(overhead, min((x for curve in curves for x in curve.budget_pct), default=12.5))
@@ -80,9 +99,7 @@ def prediction_png(curves: Sequence[Curve], title: str) -> bytes:
     _finish(overhead, "predicted overhead over a plain step (%)", "What a budget will cost (ring: knee)")
     _finish(memory, "predicted peak memory of a step (MiB)", "What a budget will save")
     memory.set_ylim(bottom=0)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    return buffer.getvalue()
+    return png(figure)
 
 
 def _points(results: Sequence[RunResult]) -> list[tuple[float, RunResult]]:

@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from recals_exp import sweeps
+from recals_exp.answers import QUESTION_FILE
 from recals_exp.runconfig import ConfigError
 
 MAX_FOLDER_NAME = 60  # characters of a job's folder
@@ -60,6 +61,21 @@ def job_folder(number: int, overrides: Sequence[str], exclude: Sequence[str] = (
     return name
 
 
+experiment_files: dict[str, Path] = {}
+"""Where the experiments that can be chosen by name lie."""
+
+
+def _question(experiment: str | None) -> str | None:
+    """What an experiment asks, from the comment `# Question: ...` of its file."""
+    path = experiment_files.get(str(experiment))
+    if path is None:
+        return None
+    found = re.search(
+        r"^# Question:\s*(.*(?:\n#(?! *Expected| *$| *[A-Z]\w*:).*)*)", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return None if found is None else " ".join(found.group(1).replace("\n#", " ").split())
+
+
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -77,7 +93,10 @@ class RememberFolder(Callback):
         type(self).run = Path(config.hydra.run.dir)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        type(self).sweep = Path(config.hydra.sweep.dir)
+        type(self).sweep = sweep = Path(config.hydra.sweep.dir)
+        if (question := _question(OmegaConf.select(config, "hydra.runtime.choices.experiment"))) is not None:
+            sweep.mkdir(parents=True, exist_ok=True)
+            (sweep / QUESTION_FILE).write_text(f"{question}\n", encoding="utf-8")
         type(self).jobs = jobs = _count_jobs(config)
         if jobs is not None:
             sweeps.expect_jobs(jobs)

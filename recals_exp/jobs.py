@@ -6,19 +6,12 @@ Apart from the runner, since whoever starts a job in another process, or finds i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from recals_exp import records
 from recals_exp.records import RunResult
 from recals_exp.runconfig import RunConfig
-
-NOT_MEASURED = ("job", "checkpoint_every")
-"""Keys of a run's configuration that do not change what it finds."""
 
 INTERRUPTED = "interrupted"
 
@@ -50,9 +43,3 @@ def as_failed(result: RunResult, reason: str | BaseException, wall_s: float | No
     if isinstance(reason, KeyboardInterrupt):
         text = INTERRUPTED
     return dataclasses.replace(result, status=records.FAILED, error=text, wall_s=wall_s)
-
-
-def config_key(config: Mapping[str, Any], without: tuple[str, ...] = ()) -> str:
-    """Equal for two runs that measure the same thing: a digest of the resolved configuration."""
-    relevant = {key: value for key, value in config.items() if key not in (*NOT_MEASURED, *without)}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]

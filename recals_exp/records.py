@@ -232,6 +232,7 @@ class RunResult:
     environment: EnvironmentRecord | None = None
     stages: StagesRecord | None = None  # of a pipeline
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the resolved run configuration
+    notes: tuple[str, ...] = ()  # what a reader must know of how it was measured
     started_at: str | None = None  # UTC, ISO 8601
     wall_s: float | None = None  # the whole job
     format_version: int = FORMAT_VERSION

@@ -3,8 +3,9 @@
     python -m recals_exp.report outputs/2030-01-01/12-00-00            # at any time, also while the sweep is going on
     python -m recals_exp.report sweep_a sweep_b --output both          # several sweeps in one report
 
-Written into the sweep's folder (with several: the first, or `--output`): `tradeoff.csv`, `tradeoff.json`,
-`tradeoff.png`. Exit code 1 if a job failed, 2 if there is nothing to report.
+Written into the sweep's folder (with several: the first, or `--output`): `tradeoff.csv` and `tradeoff.json`; the figures
+`tradeoff`, `memory_timeline` and `layers`, each as `.png` and `.svg`; and `report.html`, which has it all in one file. Exit
+code 1 if a job failed, 2 if there is nothing to report.
 
 Rules the code follows:
 
@@ -22,25 +23,34 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from recals_exp import records
-from recals_exp.figures import tradeoff_png
+from recals_exp import details, records
+from recals_exp.answers import answer, find_question
+from recals_exp.cautions import cautions
+from recals_exp.details import StepDetails
+from recals_exp.figures import png, svg, tradeoff_figure
+from recals_exp.html_page import Figure as PageFigure
 from recals_exp.records import COLUMNS, FAILED, OK, RunResult
+from recals_exp.repeats import find_points, format_repeats
+from recals_exp.report_page import PAGE_FILE, Content, format_page
 from recals_exp.stagereport import STAGES_FILE, format_stages_csv, stages_table
+from recals_exp.step_figures import layers_figure, timeline_figure
 
 CSV_FILE = "tradeoff.csv"
 JSON_FILE = "tradeoff.json"
 FIGURE_FILE = "tradeoff.png"
+TIMELINE_NAME, LAYERS_NAME = "memory_timeline", "layers"
 SERIES_COLUMNS = ("model", "dataset", "pipeline", "strategy", "policy")
 """What makes two jobs points of one curve."""
 
@@ -74,8 +84,8 @@ def _order(result: RunResult) -> tuple[Any, ...]:
 
 
 def group_series(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """The finished jobs by curve. A name holds only what tells the curves apart."""
-    finished = [result for result in results if result.status == OK]
+    """The finished jobs by curve, repeats merged. A name holds only what tells the curves apart."""
+    finished = [point.merged for point in find_points(results)]
     varying = [column for column in SERIES_COLUMNS if len({getattr(result, column) for result in finished}) > 1]
     series: dict[str, list[RunResult]] = {}
     for result in finished:
@@ -175,7 +185,7 @@ def format_table(results: Sequence[RunResult], width: int | None = None, color: 
             console.print(Text(f"{result.job}: still running, or killed", style="yellow"))
         elif result.status == FAILED:
             console.print(Text(f"{result.job} failed: {result.error}", style="red"))
-    for line in format_warnings(results):
+    for line in (*format_repeats(find_points(results)), *cautions(results)):
         console.print(Text(line, style="yellow"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
@@ -223,27 +233,6 @@ def _cell(result: RunResult, column: str) -> Text:
     return Text(str(value))
 
 
-def format_warnings(results: Sequence[RunResult]) -> list[str]:
-    """What a reader must know before believing a row."""
-    lines = []
-    for result in results:
-        parity, timing, limit = result.parity, result.timing, result.cache_limit_bytes
-        if parity is not None and parity.differences:
-            blame = " (plain does not reproduce itself here either)" if parity.plain_reproducible is False else ""
-            more = f" and {len(parity.differences) - 1} more" if len(parity.differences) > 1 else ""
-            lines.append(f"{result.job}: not the plain step{blame}: {parity.differences[0]}{more}")
-        if timing is not None and not timing.losses_identical:
-            lines.append(f"{result.job}: the losses of a timed pair differ")
-        if timing is not None and timing.interval_coverage_pct < 95:
-            pairs = len(timing.ratios)
-            lines.append(
-                f"{result.job}: {pairs} pairs, so its interval covers {timing.interval_coverage_pct:.3g} %, not 95 %"
-            )
-        if limit is not None and result.cache_peak_bytes is not None and result.cache_peak_bytes > limit:
-            lines.append(f"{result.job}: cached {result.cache_peak_bytes} bytes, above its limit of {limit}")
-    return lines
-
-
 def figure_title(results: Sequence[RunResult]) -> str:
     """What the figure is about: whatever all jobs share."""
     shared = {column: {getattr(result, column) for result in results} for column in ("model", "dataset", "policy")}
@@ -257,7 +246,13 @@ class Report:
 
     folder: Path
     results: tuple[RunResult, ...]
-    figure_png: bytes
+    figures_png: Mapping[str, bytes]  # by name
+    texts: Mapping[str, str]  # the question, the answer, the cautions
+
+    @property
+    def figure_png(self) -> bytes:
+        """The trade-off."""
+        return self.figures_png["tradeoff"]
 
     @property
     def failed(self) -> int:
@@ -274,13 +269,70 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
         )
     target = output or (folders[0] if folders[0].is_dir() else folders[0].parent)
     target.mkdir(parents=True, exist_ok=True)
-    figure = tradeoff_png(group_series(results), figure_title(results))
+    figures = {
+        "tradeoff": tradeoff_figure(group_series(results), figure_title(results)),
+        **_step_figures(results, folders),
+    }
     (target / CSV_FILE).write_text(format_csv(results), encoding="utf-8")
     (target / JSON_FILE).write_text(format_json(results), encoding="utf-8")
-    (target / FIGURE_FILE).write_bytes(figure)
     if any(result.stages is not None for result in results):
         (target / STAGES_FILE).write_text(format_stages_csv(results), encoding="utf-8")
-    return Report(target, tuple(results), figure)
+    drawn = {name: (png(figure), svg(figure, name)) for name, figure in figures.items()}
+    for name, (picture, vectors) in drawn.items():
+        (target / f"{name}.png").write_bytes(picture)
+        (target / f"{name}.svg").write_text(vectors, encoding="utf-8")
+    (target / PAGE_FILE).write_text(
+        _page(results, folders, {name: text for name, (_, text) in drawn.items()}), encoding="utf-8"
+    )
+    texts = {
+        "question": find_question(folders),
+        "answer": answer([point.merged for point in find_points(results)]),
+        "cautions": "\n".join(f"- {line}" for line in (*format_repeats(find_points(results)), *cautions(results))),
+    }
+    return Report(target, tuple(results), {name: picture for name, (picture, _) in drawn.items()}, texts)
+
+
+_CAPTIONS = {
+    "tradeoff": "Left: what a budget costs, measured in pairs with its interval, and in operations. Right: what it saves.",
+    TIMELINE_NAME: "Live memory through one step, plain and under the budgets; the profiler that watches makes steps slower.",
+    LAYERS_NAME: "What autograd saves for each layer.",
+}
+
+
+def _step_figures(results: Sequence[RunResult], folders: Sequence[Path]) -> dict[str, Figure]:
+    """The timeline and the layers of the series with the most points, where the jobs left them."""
+    found = _details(results, folders)
+    if not found:
+        return {}
+    first = next(iter(found.values()))
+    made = {
+        TIMELINE_NAME: timeline_figure(found, "Memory of one step"),
+        LAYERS_NAME: layers_figure(first.layers, "Memory by layer"),
+    }
+    return {name: figure for name, figure in made.items() if figure is not None}
+
+
+def _details(results: Sequence[RunResult], folders: Sequence[Path]) -> dict[str, StepDetails]:
+    """The details of the longest series by job. All its jobs have the same plain step."""
+    series = max(group_series(results).values(), key=len, default=[])
+    jobs = {result.job for result in series}
+    paths = {path.parent.name: path.parent for folder in folders for path in sorted(folder.rglob(details.DETAILS_FILE))}
+    loaded = {result.job: details.load(paths[result.job]) for result in series if result.job in jobs & paths.keys()}
+    return {job: found for job, found in loaded.items() if found is not None}
+
+
+def _page(results: Sequence[RunResult], folders: Sequence[Path], drawn: Mapping[str, str]) -> str:
+    inline = {name: PageFigure(vectors, _CAPTIONS.get(name, "")) for name, vectors in drawn.items()}
+    content = Content(
+        title=figure_title(results),
+        question=find_question(folders),
+        answer=answer([point.merged for point in find_points(results)]),
+        cautions=cautions(results),
+        figures=[figure for name, figure in inline.items() if name not in (TIMELINE_NAME, LAYERS_NAME)],
+        step_figures=[inline[name] for name in (TIMELINE_NAME, LAYERS_NAME) if name in inline],
+        details=next(iter(_details(results, folders).items()), None),
+    )
+    return format_page(results, content, lambda result, column: _cell(result, column).plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.results, width=max(console.width, 80) if console.is_terminal else None, color=console.is_terminal
         )
     )
-    print(f"written: {', '.join(str(report.folder / name) for name in (CSV_FILE, JSON_FILE, FIGURE_FILE))}")
+    print(f"written: {', '.join(str(report.folder / name) for name in (CSV_FILE, JSON_FILE, FIGURE_FILE, PAGE_FILE))}")
     return 1 if report.failed else 0
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recals_exp import records, report
+from recals_exp import details, records, report
 from recals_exp.datasets import Batch, build_data
 from recals_exp.jobs import as_failed, describe
 from recals_exp.learning import judge, train
@@ -44,6 +44,7 @@ from recals_exp.meters.memory import measure_memory
 from recals_exp.meters.parity import check_parity
 from recals_exp.meters.stages import measure_stages
 from recals_exp.meters.steps import StartingState, StepOutcome, TrainStep
+from recals_exp.meters.timeline import step_details
 from recals_exp.meters.timing import measure_pairs, median_interval
 from recals_exp.models import build_model
 from recals_exp.pipelines import BoundPipeline, PipelineStrategy, PlainLoop, write_timeline
@@ -98,7 +99,8 @@ def finish_sweep(folder: Path) -> report.Report:
         ):  # the job's configuration was refused, so it never ran: TensorBoard shows it too
             with contextlib.suppress(ValueError), RunWriter(path.parent) as writer:
                 writer.result(records.load(path))
-    write_tradeoff(written.folder, report.group_series(written.results), written.figure_png)
+    others = {name: picture for name, picture in written.figures_png.items() if name != "tradeoff"}
+    write_tradeoff(written.folder, report.group_series(written.results), written.figure_png, others, written.texts)
     return written
 
 
@@ -167,6 +169,7 @@ class _Job:
         state = StartingState(step, config.seed)
         self._warm_up(step, state, bound, batch)
         memory = measure_memory(step, state, bound, batch)
+        details.save(step_details(analysis, step, state, bound, batch, memory.resident_bytes), folder)
         self._done("memory measured")
         flops, stats = self._count_flops(step, state, bound, batch)
         fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / max(total_bytes, 1))

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from recals_exp import records
-from recals_exp.jobs import config_key
+from recals_exp.keys import config_key
 from recals_exp.records import RunResult
 from recals_exp.runconfig import ConfigError, RunConfig
 

@@ -239,8 +239,14 @@ def budget_step(percent: float) -> int:
     return int(percent + 0.5)
 
 
-def write_tradeoff(folder: Path, series: Mapping[str, Sequence[RunResult]], figure_png: bytes) -> Path:
-    """Write the run `tradeoff`: for each series its points over the budget, and the figure.
+def write_tradeoff(
+    folder: Path,
+    series: Mapping[str, Sequence[RunResult]],
+    figure_png: bytes,
+    others: Mapping[str, bytes] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the run `tradeoff`: for each series its points over the budget; the figure and the others; the report's texts.
 
     One series lies in `tradeoff` itself. Several lie in runs below it, named by the series, so that TensorBoard draws
     them in one chart; the figure, which shows them all, stays in `tradeoff`.
@@ -251,6 +257,11 @@ def write_tradeoff(folder: Path, series: Mapping[str, Sequence[RunResult]], figu
         old.unlink()
     with SummaryWriter(str(run)) as writer:
         writer._get_file_writer().add_summary(_image(FIGURE_TAG, figure_png), 0)
+        for name, png in (others or {}).items():
+            writer._get_file_writer().add_summary(_image(f"{TRADEOFF_RUN}/{name}", png), 0)
+        for name, text in (texts or {}).items():
+            if text:
+                writer.add_text(f"report/{name}", text, 0)
         if len(series) == 1:
             _write_points(writer, next(iter(series.values())))
     if len(series) > 1:

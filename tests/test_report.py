@@ -13,6 +13,7 @@ import pytest
 from sample_results import failed, finished, save_sweep
 
 from recals_exp import records, report
+from recals_exp.cautions import cautions
 from recals_exp.records import COLUMNS, ParityRecord
 
 
@@ -125,10 +126,12 @@ def test_several_sweeps_in_one_report(sweep: Path, tmp_path: Path) -> None:
     assert len(written.results) == 5  # the sweep named twice counts once
     assert list(report.group_series(written.results)) == ["gpt text", "mlp_chain digits"]
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
+        "report.html",
         "stages.csv",
         "tradeoff.csv",
         "tradeoff.json",
         "tradeoff.png",
+        "tradeoff.svg",
     ]
 
 
@@ -136,7 +139,7 @@ def test_warnings_tell_what_is_not_to_be_believed() -> None:
     differences = ("gradient of 0.weight differs: largest difference 1 (largest plain value 2)", "loss differs")
     parity = ParityRecord(True, True, False, True, True, differences, False)
     over = finished(0.5, gradients_identical=False, parity=parity, cache_peak_bytes=2**40)
-    lines = report.format_warnings([over, finished(0.5)])
+    lines = cautions([over, finished(0.5)])
     assert len(lines) == 2
     assert "plain does not reproduce itself" in lines[0]
     assert "gradient of 0.weight" in lines[0]
@@ -151,9 +154,7 @@ def test_few_pairs_are_said_to_be_few() -> None:
     good = finished(0.5)
     assert good.timing is not None
     timing = dataclasses.replace(good.timing, ratios=(1.0, 1.1, 1.2), interval_coverage_pct=75.0)
-    assert (
-        "3 pairs, so its interval covers 75 %" in report.format_warnings([dataclasses.replace(good, timing=timing)])[0]
-    )
+    assert "3 pairs, so its interval covers 75 %" in cautions([dataclasses.replace(good, timing=timing)])[0]
 
 
 def test_missing_folder_and_empty_folder_are_errors(tmp_path: Path) -> None:

@@ -195,7 +195,13 @@ def test_finishing_the_sweep_writes_report_and_tradeoff(sweep: Path, tmp_path: P
     records.save(refused, copy / "refused")
     written = finish_sweep(copy)
     assert written.failed == 2
-    assert {path.name for path in copy.iterdir() if path.is_file()} == {"tradeoff.csv", "tradeoff.json", "tradeoff.png"}
+    figures = {f"{name}{end}" for name in ("tradeoff", "memory_timeline", "layers") for end in (".png", ".svg")}
+    assert {path.name for path in copy.iterdir() if path.is_file()} == {
+        "tradeoff.csv",
+        "tradeoff.json",
+        "report.html",
+        *figures,
+    }
     assert len(json.loads((copy / "tradeoff.json").read_text())) == 5
     events = EventAccumulator(str(copy / "tradeoff"), size_guidance={"scalars": 0})
     events.Reload()

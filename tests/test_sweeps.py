@@ -17,7 +17,8 @@ import yaml
 from trouble_model import FAULTS
 
 from recals_exp import isolation, records, sweeps
-from recals_exp.jobs import as_failed, config_key, describe
+from recals_exp.jobs import as_failed, describe
+from recals_exp.keys import config_key
 from recals_exp.runconfig import Budget, ConfigError, PartSpec, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -95,12 +95,13 @@ def allocation_events(run: Callable[[], None]) -> list[int]:
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     kineto = profiler.profiler.kineto_results
-    changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if _is_cpu_memory(event)]
+    changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if is_cpu_memory(event)]
     changes.sort(key=lambda change: change[0])  # stable: events of one nanosecond stay as they came
     return [nbytes for _, nbytes in changes]
 
 
-def _is_cpu_memory(event: object) -> bool:
+def is_cpu_memory(event: object) -> bool:
+    """Whether an event of the profiler is memory taken or given back on the CPU."""
     return event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU  # type: ignore[attr-defined]
 
 
