@@ -92,7 +92,7 @@ class TimingRecord:
     ratios: tuple[float, ...]  # wrapped / plain, per pair
     interval_coverage_pct: float  # what the interval really covers: the 95 % asked for or, with few pairs, less
     plain: PhaseTimes
-    wrapped: PhaseTimes
+    wrapped: PhaseTimes | None  # None where phases overlap: a pipeline over processes
     backward_forward_ratio: float  # backward_s / forward_s of the plain step: 2 in the documented model
     expected_overhead_pct: (
         float | None
@@ -117,6 +117,7 @@ class MemoryRecord:
     process_peak_plain_bytes: int  # its highest resident set during that step
     process_start_bytes: int  # the same under the strategy
     process_peak_bytes: int
+    resident_plain_bytes: int | None = None  # of the plain step, where it holds others: a pipeline over processes
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,11 @@ class RunConfig:
             problems.append(
                 f"mode=predict with pipeline={name} is not allowed: prices are predicted for one cache; use pipeline=none"
             )
+        if self.autocast is not None and self.pipeline.over_processes:
+            problems.append(
+                f"autocast={self.autocast} with pipeline={name} is not allowed: between processes values keep the model's own "
+                "type; leave autocast out, or run the pipeline in one process (pipeline=two_stage)"
+            )
         if self.mode == "analyze" and self.pipeline.over_processes:
             problems.append(
                 f"mode=analyze with pipeline={name} is not allowed: the model is analysed whole; use pipeline=none"

@@ -125,6 +125,8 @@ def _details(result: RunResult) -> dict[str, float]:
     details: dict[str, float] = {}
     if (timing := result.timing) is not None:
         for kind, phases in (("plain", timing.plain), ("under_budget", timing.wrapped)):
+            if phases is None:
+                continue
             details[f"step_time/{kind}_forward (s)"] = phases.forward_s
             details[f"step_time/{kind}_backward (s)"] = phases.backward_s
             details[f"step_time/{kind}_optimizer (s)"] = phases.optimizer_s

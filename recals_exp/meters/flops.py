@@ -7,6 +7,7 @@ else, and the difference to a plain step is what the budget costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,9 +44,14 @@ def _cpu_attention_formulas() -> dict[Any, Any]:
 def count_step_flops(step: TrainStep, state: StartingState, forward: Forward, batch: tuple[Tensor, Tensor]) -> int:
     """FLOPs of one step (forward, backward, optimizer) from the given state."""
     state.restore()
+    return count_flops(lambda: step(forward, *batch))
+
+
+def count_flops(run: Callable[[], Any]) -> int:
+    """FLOPs of one call."""
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_cpu_attention_formulas())
     with counter:
-        step(forward, *batch)
+        run()
     return int(counter.get_total_flops())
 
 

@@ -42,7 +42,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _StepTrace:
+class StepTrace:
     """Everything one step left, on the CPU. Names are what a difference is reported by."""
 
     outputs: dict[str, Any]
@@ -58,16 +58,17 @@ def check_parity(
     """Compare one step of `bind(copy of the model)` with one plain step. The model itself is not touched."""
     plain = _trace(step, lambda model: model, batch, seed)
     wrapped = _trace(step, bind, batch, seed)
-    found = {
-        part: _differences(part, getattr(plain, part), getattr(wrapped, part))
-        for part in _StepTrace.__dataclass_fields__
-    }
+    return compare(plain, wrapped, lambda: _trace(step, lambda model: model, batch, seed))
+
+
+def compare(plain: StepTrace, wrapped: StepTrace, again: Callable[[], StepTrace] | None = None) -> ParityRecord:
+    """The differences of two traces; `again` is asked for another plain one if there are any."""
+    parts = StepTrace.__dataclass_fields__
+    found = {part: _differences(part, getattr(plain, part), getattr(wrapped, part)) for part in parts}
     reproducible = None
-    if any(found.values()):
-        again = _trace(step, lambda model: model, batch, seed)
-        reproducible = not any(
-            _differences(part, getattr(plain, part), getattr(again, part)) for part in _StepTrace.__dataclass_fields__
-        )
+    if again is not None and any(found.values()):
+        second = again()
+        reproducible = not any(_differences(part, getattr(plain, part), getattr(second, part)) for part in parts)
     return ParityRecord(
         outputs_identical=not found["outputs"],
         loss_identical=not found["loss"],
@@ -79,9 +80,7 @@ def check_parity(
     )
 
 
-def _trace(
-    step: TrainStep, bind: Callable[[nn.Module], Forward], batch: tuple[Tensor, Tensor], seed: int
-) -> _StepTrace:
+def _trace(step: TrainStep, bind: Callable[[nn.Module], Forward], batch: tuple[Tensor, Tensor], seed: int) -> StepTrace:
     model = copy.deepcopy(step.model)
     model.zero_grad(set_to_none=True)
     seed_everything(seed)
@@ -90,7 +89,7 @@ def _trace(
     outputs = _snapshot({f"output {index}": leaf for index, leaf in enumerate(tree_flatten(output)[0])})
     loss_value = _snapshot({"loss": loss})
     loss.backward()
-    return _StepTrace(
+    return StepTrace(
         outputs=outputs,
         loss=loss_value,
         gradients=_snapshot({name: parameter.grad for name, parameter in model.named_parameters()}),

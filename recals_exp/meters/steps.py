@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,24 @@ class TrainStep:
         yield from batch
 
 
+class _Tensors(Protocol):
+    """A model, or the part of one that a process has."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def buffers(self) -> Iterator[Tensor]: ...
+
+
+class Restorable(Protocol):
+    """What a state is taken of: a `TrainStep`, for example."""
+
+    @property
+    def model(self) -> _Tensors: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+
 class StartingState:
     """Weights, buffers, optimizer state and seed that every measured step starts from.
 
@@ -101,7 +119,7 @@ class StartingState:
     Python attributes is not covered: it moves on, as it does in training.
     """
 
-    def __init__(self, step: TrainStep, seed: int) -> None:
+    def __init__(self, step: Restorable, seed: int) -> None:
         self._seed = seed
         self._optimizer = step.optimizer
         with torch.no_grad():

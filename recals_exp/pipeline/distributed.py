@@ -163,6 +163,19 @@ class DistributedPipeline:
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers of this rank's stages that belong to the ``state_dict``."""
+        return (tensor for tensor in self._own_state().values() if not isinstance(tensor, nn.Parameter))
+
+    @property
+    def steps_done(self) -> int:
+        """Part of every seed (rule 3). Set it back to draw what an earlier step drew; the same on every rank."""
+        return self._steps
+
+    @steps_done.setter
+    def steps_done(self, count: int) -> None:
+        self._steps = count
+
     def state_dict(self) -> dict[str, Tensor] | None:
         """The model's whole ``state_dict`` (parameters and buffers) on global rank 0, None on the others; called by all."""
         own = {name: tensor.detach().cpu() for name, tensor in self._own_state().items()} if self.replica == 0 else {}
@@ -179,6 +192,11 @@ class DistributedPipeline:
         return gathered
 
     # -- the schedule ---------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage of the pipeline, the micro-batches it holds at once."""
+        return _in_flight(self.spec)
 
     def timetable(self) -> Timetable:
         """The schedule on paper: equal stages, backward twice the forward."""
@@ -274,9 +292,8 @@ class DistributedPipeline:
         if self.spec.replicas == 1:
             return
         source = dist.get_global_rank(self._replica_group, 0)
-        for tensor in self._own_state().values():
-            if not isinstance(tensor, nn.Parameter):
-                dist.broadcast(tensor, source, group=self._replica_group)
+        for tensor in self.buffers():
+            dist.broadcast(tensor, source, group=self._replica_group)
 
     def _own_state(self) -> dict[str, Tensor]:
         return {name: value.get() if isinstance(value, _Buffer) else value for name, value in self._names.items()}
