@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recals_exp import config, records, report, sweeps, task
+from recals_exp import config, records, report, sweeps, task, torchrun
 from recals_exp.arguments import prepare_arguments
 from recals_exp.folders import RememberFolder
 from recals_exp.records import RunResult
@@ -37,7 +37,24 @@ SHOWN_FILES = (".json", ".csv", ".png", ".txt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (without the program's name; None = the process's own) and return the exit code."""
+    """Run the command line (without the program's name; None = the process's own) and return the exit code.
+
+    Of several processes that torchrun started the first runs it; the others take part in its jobs.
+    """
+    if torchrun.world_size() == 1:
+        return _main(arguments)
+    from recals_exp.pipeline.members import members
+
+    if torchrun.rank() > 0:
+        members().serve()
+        return OK
+    try:
+        return _main(arguments)
+    finally:
+        members().dismiss()
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_code = OK
     RememberFolder.forget()

@@ -7,7 +7,7 @@ Rules the code follows:
 1. One writer: the record, the events, the log and the picture are this process's. The ranks only report.
 2. A rank that fails ends the job: its own traceback goes to the log, and the first line of it into the record.
 3. Started here, the ranks are new processes for each job, of as many threads as there are cores for each of them. Started by
-   torchrun, they wait for one job after the other (`serve.py`).
+   torchrun, they take part in one job after the other (`pipeline/members.py`).
 4. What must fit is the worst process: the reported peak is the largest of the ranks'. Step times are the slowest rank's.
 """
 
@@ -35,6 +35,7 @@ from recals_exp.pipeline import (
     simulate,
     stage_measures,
 )
+from recals_exp.pipeline.members import members
 from recals_exp.pipelines import write_timeline
 from recals_exp.pipelinespec import AUTO
 from recals_exp.progress import Progress
@@ -92,11 +93,24 @@ def run_ranks(config: RunConfig) -> list[RankReport]:
     """The reports of all ranks, in order."""
     processes = n_processes(config)
     ranks = processes * config.pipeline.replicas
-    threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if torchrun.is_rank() else ranks
+    threads = config.threads or max(1, (os.cpu_count() or 1) // here)
+    limits: dict[str, Any] = {"threads": threads, "timeout_s": config.pipeline.timeout_s}
     try:
-        return launch(run_rank, ranks, (config, processes), threads=threads, timeout_s=config.pipeline.timeout_s)
+        if torchrun.is_rank():
+            return members().lead(run_rank, (config, processes), **limits)
+        return launch(run_rank, ranks, (config, processes), **limits)
     except RankError as error:
         raise ProcessError(headline(error.rank, ranks, error)) from error
+
+
+def check_started_alone(config: RunConfig) -> None:
+    """Refuse what torchrun started several processes for, but which runs in one."""
+    if torchrun.world_size() > 1 and not config.pipeline.over_processes:
+        raise ConfigError(
+            f"torchrun started {torchrun.world_size()} processes, but pipeline={config.pipeline.name} runs in one: use "
+            "pipeline=distributed, or start it without torchrun"
+        )
 
 
 def n_processes(config: RunConfig) -> int:

@@ -49,7 +49,7 @@ from recals_exp.meters.timing import measure_pairs, median_interval
 from recals_exp.models import build_model
 from recals_exp.pipelines import BoundPipeline, PipelineStrategy, PlainLoop, write_timeline
 from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step, write_prediction
-from recals_exp.processes import ProcessJob
+from recals_exp.processes import ProcessJob, check_started_alone
 from recals_exp.progress import Progress, SilentProgress
 from recals_exp.recals import Analysis, Stats, format_analysis, format_bytes, recals_with_rngs
 from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
@@ -78,6 +78,7 @@ def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -
         try:
             with thread_count(config.threads) as threads:
                 kind = ProcessJob if config.pipeline.over_processes else _Job
+                check_started_alone(config)
                 result = kind(config, dataclasses.replace(base, threads=threads), writer, bar).do(output_dir)
         except (Exception, SystemExit) as error:
             log.exception("job %s failed", base.job)

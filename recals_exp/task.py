@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from recals_exp import config, folders, isolation, records, sweeps
+from recals_exp import config, folders, isolation, records, sweeps, torchrun
 from recals_exp.jobs import as_failed
 from recals_exp.records import RunResult
 from recals_exp.runconfig import ConfigError, RunConfig
@@ -68,7 +68,7 @@ def _run(run_config: RunConfig, folder: Path, launch: LaunchSettings, context: A
     expected = sweeps.expected_jobs()
     number = f"{context.job.num + 1}/{expected} " if expected is not None and context.mode == RunMode.MULTIRUN else ""
     log.info("job %s%s: %s", number, folder.name, _title(run_config))
-    if launch.isolate:
+    if launch.isolate and not torchrun.is_rank():  # torchrun's processes run each job in processes of their own anyway
         return isolation.run_isolated(run_config, folder, _logging(context, folder), number)
     # imported here: torch's domain libraries take seconds, which --help and a mistyped key need not wait for
     from recals_exp.progress import TerminalProgress

@@ -201,3 +201,52 @@ def test_a_model_that_draws_random_numbers(tmp_path: Path) -> None:
     done = command(*gpt, *SHORT, "pipeline.n_micro_batches=4", f"hydra.run.dir={tmp_path / 'job'}")
     assert done.returncode == cli.OK, done.stderr
     check_finished(tmp_path / "job")
+
+
+@pytest.mark.slow
+def test_a_sweep_on_the_processes_of_torchrun_goes_on_after_failures(tmp_path: Path) -> None:
+    """One folder for both processes, and a stage that fails leaves them ready for the next job."""
+    sweep = tmp_path / "sweep"
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "recals_exp",
+    )
+    options = (*FAULTY, *SHORT, "model.how=no,raise,kill,no", "-m", f"hydra.sweep.dir={sweep}")
+    done = command(*options, launcher=torchrun)
+    assert done.returncode != cli.OK
+    table = {row["job"]: row for row in json.loads((sweep / "tradeoff.json").read_text())}
+    assert {job: row["status"] for job, row in table.items()} == {
+        "0_model.how=no": "ok",
+        "1_model.how=raise": "failed",
+        "2_model.how=kill": "failed",
+        "3_model.how=no": "ok",
+    }
+    assert table["1_model.how=raise"]["error"].startswith("ProcessError: rank 1 of 2 failed: ValueError: broken")
+    assert table["2_model.how=kill"]["error"] == "ProcessError: rank 1 of 2 was killed by SIGKILL; the job was ended"
+    assert 'raise ValueError("broken on purpose")' in (sweep / "1_model.how=raise/recals_exp.log").read_text()
+    for job in ("0_model.how=no", "3_model.how=no"):
+        check_finished(sweep / job)
+
+
+@pytest.mark.slow
+def test_torchrun_with_what_it_cannot_run(tmp_path: Path) -> None:
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "recals_exp",
+    )
+    done = command(*SMALL, *SHORT, "pipeline.processes=3", f"hydra.run.dir={tmp_path / 'job'}", launcher=torchrun)
+    assert done.returncode != cli.OK
+    assert "torchrun started 2 processes, which do not make 1 replicas of 3 processes" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]

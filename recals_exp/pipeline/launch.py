@@ -48,11 +48,25 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
     rank: int
     at_s: float  # monotonic, of the machine
     error: str
     traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A store that torchrun has made, and the part of it that one job uses."""
+
+    host: str
+    port: int
+    prefix: str
+
+    def join(self) -> dist.Store:
+        """Connect to it."""
+        store = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(self.prefix, store)
 
 
 def launch(
@@ -83,7 +97,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="pipeline-", ignore_cleanup_errors=True) as folder:
         ranks: list[BaseProcess] = [
             context.Process(
-                target=_rank_main,
+                target=rank_main,
                 args=(function, tuple(args), rank, processes, folder, timeout_s, backend, threads),
                 name=f"pipeline rank {rank}",
             )
@@ -94,8 +108,8 @@ def launch(
                 process.start()
             _watch(ranks, Path(folder), timeout_s)
         finally:
-            _end(ranks)
-        return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(processes)]
+            end(ranks)
+        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in range(processes)]
 
 
 @contextmanager
@@ -152,22 +166,27 @@ def _explain(ranks: Sequence[BaseProcess], running: dict[Any, BaseProcess], fold
         for sentinel in wait(list(running), timeout=until - time.monotonic()):
             running.pop(sentinel).join()
     for rank, process in enumerate(ranks):
-        if process.exitcode and not _failure_file(folder, rank).exists():
-            code = process.exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if process.exitcode and not failure_file(folder, rank).exists():
+            how = how_it_died(process.exitcode)
             return RankError(f"rank {rank} of {len(ranks)} {how}; the job was ended", rank, "")
     failures = [
         pickle.loads(path.read_bytes())
-        for path in (_failure_file(folder, rank) for rank in range(len(ranks)))
+        for path in (failure_file(folder, rank) for rank in range(len(ranks)))
         if path.exists()
     ]
-    first: _Failure = min(failures, key=lambda failure: failure.at_s)
+    first: Failure = min(failures, key=lambda failure: failure.at_s)
     return RankError(
         f"rank {first.rank} of {len(ranks)} failed: {first.error}\n\n{first.traceback}", first.rank, first.traceback
     )
 
 
-def _end(ranks: Sequence[BaseProcess]) -> None:
+def how_it_died(code: int) -> str:
+    """An exit code in words; a negative one is a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def end(ranks: Sequence[BaseProcess]) -> None:
+    """End those that still run, at last by force."""
     started = [process for process in ranks if process.pid is not None]
     for process in started:
         if process.is_alive():
@@ -183,7 +202,7 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 # -- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def _rank_main(
+def rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     rank: int,
@@ -192,35 +211,37 @@ def _rank_main(
     timeout_s: float,
     backend: str | None,
     threads: int | None,
+    store: StoreAddress | None = None,
 ) -> None:
+    """What a rank's process runs. The ranks meet through a file in the folder or, with ``store``, as torchrun's environment says."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # rule 3
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the launching process's to handle
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes)
-        )
-        chosen = backend or default_backend(processes)
+        if store is None:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes)
+            )
+        chosen = backend or default_backend(None if store else processes)
         if chosen != "gloo":
-            torch.accelerator.set_device_index(rank)
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        meeting: dict[str, Any] = (
+            {"init_method": f"file://{folder}/rendezvous"} if store is None else {"store": store.join()}
+        )
         dist.init_process_group(
-            chosen,
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=processes,
-            timeout=timedelta(seconds=timeout_s),
+            chosen, rank=rank, world_size=processes, timeout=timedelta(seconds=timeout_s), **meeting
         )
         dist.barrier()  # a rank that is done at once must not leave while others are still connecting to it
         result = function(*args)
-        _write(_result_file(folder, rank), result)
+        _write(result_file(folder, rank), result)
         dist.barrier()
         dist.destroy_process_group()
         code = 0
     except BaseException as error:
         at_s = time.monotonic()
         text = f"{type(error).__name__}: {error}"
-        _write(_failure_file(folder, rank), _Failure(rank, at_s, text, traceback.format_exc()))
+        _write(failure_file(folder, rank), Failure(rank, at_s, text, traceback.format_exc()))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -235,9 +256,9 @@ def _write(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def _result_file(folder: str | Path, rank: int) -> Path:
+def result_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"result-{rank}"
 
 
-def _failure_file(folder: str | Path, rank: int) -> Path:
+def failure_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"failure-{rank}"
