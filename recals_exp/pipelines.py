@@ -37,7 +37,7 @@ from recals_exp.pipeline.devices import existing_devices
 from recals_exp.pipelinespec import PipelineSpec
 from recals_exp.recals import POLICIES, Recals, Stats, recals_with_rngs
 from recals_exp.runconfig import Budget, PartSpec, RunConfig
-from recals_exp.strategies import BoundStrategy, Strategy, make_strategy
+from recals_exp.strategies import NO_BUDGET, BoundStrategy, Strategy, Terms, make_strategy
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +84,20 @@ class PipelineStrategy(Strategy):
         return self._stage_strategy.name
 
     @property
-    def uses_budget(self) -> bool:
-        return False  # each stage has its own (rule 1): there is no limit for the whole to bind with
+    def budget_kind(self) -> str:
+        return NO_BUDGET  # each stage has its own (rule 1): there is no limit for the whole to bind with
+
+    @property
+    def terms(self) -> Terms:
+        return self._stage_strategy.terms
 
     @property
     def policy(self) -> str:
         return self._stage_strategy.policy
 
-    def bind(self, model: nn.Module, limit_bytes: int | None) -> BoundPipeline:
+    def bind(self, model: nn.Module, limit: float | None) -> BoundPipeline:
         assert isinstance(model, PlainLoop)
-        assert limit_bytes is None
+        assert limit is None
         inner = model.model
         rate_coded = isinstance(inner, RateCoded)
         if rate_coded and len(model.sizes(len(self._example))) > 1:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from recals_exp.stagerecords import StagesRecord
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised when a field is added, removed or changes its meaning."""
 
 RESULT_FILE = "result.json"
@@ -67,6 +67,10 @@ COLUMNS: tuple[str, ...] = (
     "bound_overhead_pct",
     "bubble_pct",
     "bubble_ideal_pct",
+    "strategy",
+    "samples_per_s",
+    "speed_vs_plain",
+    "batch_size",
 )
 """The columns of every report, in order (rule 4)."""
 
@@ -175,6 +179,26 @@ class TrainingRecord:
 
 
 @dataclass(frozen=True)
+class StrategyRecord:
+    """What the strategy says of itself, and what it was applied to."""
+
+    needs: str
+    changes: str  # beside time and memory
+    blocks: tuple[str, ...]  # names of the modules it treats one by one; empty: the model as a whole
+
+
+@dataclass(frozen=True)
+class BaselineRecord:
+    """The strategy against its own baseline: the same machinery without the memory saving (compiled code)."""
+
+    name: str
+    step_time_s: float  # median, of the baseline
+    time_overhead_pct: float  # of the strategy over this baseline: 100 * (median of the pairs' time ratios - 1)
+    peak_memory_bytes: int  # of a step under the baseline
+    gradients_identical: bool  # the strategy's to the baseline's, to the last bit
+
+
+@dataclass(frozen=True)
 class EnvironmentRecord:
     """What the numbers were measured on."""
 
@@ -217,10 +241,12 @@ class RunResult:
     bound_overhead_pct: float | None = None  # no policy costs less within the limit (same unit)
     bubble_pct: float | None = None  # of a pipeline: the idle share of its workers in one step
     bubble_ideal_pct: float | None = None  # (n-1)/(m+n-1) for n workers and m micro-batches
-
     strategy: str
+    samples_per_s: float | None = None  # batch_size / step_time_s
+    speed_vs_plain: float | None = None  # 1 / median of the pairs' time ratios, per sample: 2 is twice as fast as plain
+    batch_size: int  # of the step under the strategy
+
     device: str
-    batch_size: int
     seed: int
     threads: int | None = None
     autocast: str | None = None
@@ -230,6 +256,8 @@ class RunResult:
     cache: CacheRecord | None = None
     parity: ParityRecord | None = None
     training: TrainingRecord | None = None
+    strategy_says: StrategyRecord | None = None
+    baseline: BaselineRecord | None = None  # None: the strategy's baseline is plain eager PyTorch
     environment: EnvironmentRecord | None = None
     stages: StagesRecord | None = None  # of a pipeline
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the resolved run configuration
@@ -249,11 +277,14 @@ class RunResult:
         return {column: getattr(self, column) for column in COLUMNS}
 
     def budget_fraction(self) -> float | None:
-        """The limit as a fraction of the analysed total; 1 without a limit, None before the analysis."""
+        """The limit as a fraction of the analysed total; 1 without a limit, None before the analysis.
+
+        Where the budget is no limit in bytes but a share with a meaning of its own (compiled code), that share.
+        """
         if not self.cache_total_bytes:
             return None
         if self.cache_limit_bytes is None:
-            return 1.0
+            return float(self.budget) if self.budget[:1].isdigit() and self.budget[-1:].isdigit() else 1.0
         return min(1.0, self.cache_limit_bytes / self.cache_total_bytes)
 
 

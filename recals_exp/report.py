@@ -120,19 +120,28 @@ def format_json(results: Sequence[RunResult]) -> str:
     return json.dumps([result.row() for result in results], indent=2, allow_nan=False) + "\n"
 
 
-_CONSTANTS = ("model", "dataset", "pipeline", "policy")  # said once, in the title, where all jobs share them
+_CONSTANTS = (
+    "model",
+    "dataset",
+    "pipeline",
+    "policy",
+    "strategy",
+)  # said once, in the title, where all jobs share them
+_QUIET = ("batch_size",)  # not said at all where all jobs share it
 _FOLDED = ("time_overhead_low_pct", "time_overhead_high_pct")  # shown as the interval of time_overhead_pct
 _DISPENSABLE = (
     "bubble_ideal_pct",
     "bubble_pct",
     "bound_overhead_pct",
     "predicted_overhead_pct",
+    "samples_per_s",
     "cache_total_bytes",
     "peak_memory_plain_bytes",
     "step_time_plain_s",
     "cache_limit_bytes",
     "step_time_s",
     "documented_overhead_pct",
+    "speed_vs_plain",
     "cache_peak_bytes",
     "pipeline",
     "dataset",
@@ -157,11 +166,12 @@ def format_table(results: Sequence[RunResult], width: int | None = None, color: 
         soft_wrap=True,
     )
     shared = [column for column in _CONSTANTS if len({getattr(result, column) for result in results}) == 1]
+    quiet = [column for column in _QUIET if len({getattr(result, column) for result in results}) == 1]
     title = ", ".join(f"{column} {getattr(results[0], column)}" for column in shared) if results else "no jobs"
     shown = [
         column
         for column in COLUMNS
-        if column not in (*shared, *_FOLDED, "error")
+        if column not in (*shared, *quiet, *_FOLDED, "error")
         and (column not in _ONLY_WHERE_MEASURED or any(getattr(result, column) is not None for result in results))
     ]
     hidden: list[str] = []
@@ -226,6 +236,10 @@ def _cell(result: RunResult, column: str) -> Text:
         return Text(f"{value:.1f}" if low is None or high is None else f"{value:.1f} [{low:.1f}, {high:.1f}]")
     if column.endswith("_bytes"):
         return Text(f"{value / 1024**2:.1f} MiB")
+    if column == "samples_per_s":
+        return Text(f"{value:.1f}")
+    if column == "speed_vs_plain":
+        return Text(f"{value:.2f}x")
     if column.endswith("_s"):
         return Text(f"{1000 * value:.1f} ms")
     if column.endswith("_pct"):

@@ -195,7 +195,7 @@ class RunConfig:
     model: PartSpec
     dataset: PartSpec
     optimizer: PartSpec
-    strategy: str = "recals"  # "none" or "recals": what saves the memory
+    strategy: str = "recals"  # what saves the memory: a name of strategies.STRATEGIES
     strategy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "fifo"  # which cached values the engine drops
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -232,9 +232,11 @@ class RunConfig:
             problems.append(f"autocast={self.autocast!r} is not allowed: use bfloat16, float16, or null for none")
         if self.mode not in MODES:
             problems.append(f"mode={self.mode!r} is not allowed: use one of {', '.join(MODES)}")
-        if self.budget.is_found_out and self.strategy == "none":
+        if self.budget.is_found_out and self.strategy != "recals":
+            holder = "plain PyTorch" if self.strategy == "none" else "it"
             problems.append(
-                f"budget {self.budget} with strategy=none is not allowed: plain PyTorch holds no limit; use strategy=recals"
+                f"budget {self.budget} with strategy={self.strategy} is not allowed: {holder} holds no limit; use "
+                "strategy=recals"
             )
         if self.budget.kind == "peak" and self.mode != "run":
             problems.append(

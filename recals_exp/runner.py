@@ -34,6 +34,7 @@ from pathlib import Path
 from torch import Tensor
 
 from recals_exp import details, records, report
+from recals_exp.baseline import compare_with_baseline
 from recals_exp.datasets import Batch, build_data
 from recals_exp.jobs import as_failed, describe
 from recals_exp.learning import judge, train
@@ -53,10 +54,10 @@ from recals_exp.processes import ProcessJob, check_started_alone
 from recals_exp.progress import Progress, SilentProgress
 from recals_exp.recals import Analysis, Stats, format_analysis, format_bytes, recals_with_rngs
 from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
-from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, TrainingRecord
+from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, StrategyRecord, TrainingRecord
 from recals_exp.runconfig import RunConfig
 from recals_exp.stagerecords import StagesRecord
-from recals_exp.strategies import BoundStrategy, Strategy, make_strategy
+from recals_exp.strategies import NO_BUDGET, SHARE, BoundStrategy, Strategy, make_strategy, share_of
 from recals_exp.writers import RunWriter, has_events, write_tradeoff
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def finish_sweep(folder: Path) -> report.Report:
 class _Job:
     """The stages of one job, each a method; what they share is set in the constructor."""
 
-    STAGES = 6  # beside training, warm-up and pairs: built, analysed, parity, predicted, memory, FLOPs
+    STAGES = 6  # beside training, warm-up, pairs and an own baseline: built, analysed, parity, predicted, memory, FLOPs
     STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3}  # of the modes that stop early
 
     def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
@@ -118,12 +119,19 @@ class _Job:
         self.writer = writer
         self.progress = progress
         self.device = resolve_device(config.device)
-        self.base = dataclasses.replace(base, device=str(self.device), environment=describe_environment(self.device))
         self.pipelined = not config.pipeline.is_none
         self.strategy = make_strategy(config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs)
+        self.strategy.check_device(self.device)
+        self.base = dataclasses.replace(
+            base,
+            device=str(self.device),
+            environment=describe_environment(self.device),
+            budget="none" if self.strategy.budget_kind == NO_BUDGET else base.budget,
+        )
         # a strategy's first call may check or plan; without a step of training that must not be what is measured
         self.warmup_steps = config.warmup_steps if config.train_steps else max(1, config.warmup_steps)
-        steps = self.STAGES + config.train_steps + 2 * self.warmup_steps + config.timing_pairs
+        has_baseline = self.strategy.own_baseline() is not None
+        steps = self.STAGES + has_baseline + config.train_steps + 2 * self.warmup_steps + config.timing_pairs
         progress.start(base.job, self.STAGES_ALONE.get(config.mode, steps))
         self.profile: Profile | None = None
 
@@ -164,10 +172,11 @@ class _Job:
         batch = next(batches)
         analysis = self._analyse(step, batch.x)
         total_bytes = analysis.total_bytes
-        limit_bytes = self._choose_limit(step, batch, analysis)
-        parity = self._check_parity(step, limit_bytes, batch)
+        limit = self._choose_limit(step, batch, analysis)
+        limit_bytes = int(limit) if limit is not None and self.strategy.uses_budget else None
+        parity = self._check_parity(step, limit, batch)
         predicted_pct, bound_pct = self._predict_overhead(step, batch, limit_bytes)
-        bound = self.strategy.bind(step.model, limit_bytes)
+        bound = self.strategy.bind(step.model, limit)
         training = self._train(step, bound, batch, batches)
         state = StartingState(step, config.seed)
         self._warm_up(step, state, bound, batch)
@@ -177,6 +186,8 @@ class _Job:
         flops, stats = self._count_flops(step, state, bound, batch)
         fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / max(total_bytes, 1))
         stages = self._measure_stages(step, state, bound, batch, folder)
+        is_documented = not self.pipelined and (self.strategy.uses_budget or self.strategy.name == "none")
+        follows_fifo = is_documented and self.strategy.policy in ("fifo", "none")
         bound.reset_stats()
         timing = measure_pairs(
             step,
@@ -185,11 +196,17 @@ class _Job:
             batch,
             config.timing_pairs,
             warmup_steps=self.warmup_steps,
-            fifo_fraction=fraction if self.strategy.policy in ("fifo", "none") and not self.pipelined else None,
+            fifo_fraction=fraction if follows_fifo else None,
             on_pair=lambda *_: self._done("timing pairs"),
         )
         timed_stats = bound.stats
         self.writer.pairs(timing)
+        baseline = compare_with_baseline(
+            step, state, self.strategy, bound, limit, batch, config.seed, self.warmup_steps, config.timing_pairs
+        )
+        if baseline is not None:
+            self._done("own baseline measured")
+        step_time_s = statistics.median(timing.wrapped_s)
         ratio, (low, high, _) = statistics.median(timing.ratios), median_interval(timing.ratios)
         return dataclasses.replace(
             self.base,
@@ -198,17 +215,19 @@ class _Job:
             cache_limit_bytes=bound.limit_bytes,
             cache_peak_bytes=None if timed_stats is None else timed_stats.peak_cached_bytes,
             step_time_plain_s=statistics.median(timing.plain_s),
-            step_time_s=statistics.median(timing.wrapped_s),
+            step_time_s=step_time_s,
             time_overhead_pct=100 * (ratio - 1),
             time_overhead_low_pct=100 * (low - 1),
             time_overhead_high_pct=100 * (high - 1),
-            recompute_flops_pct=flops.overhead_pct,
-            documented_overhead_pct=None if self.pipelined else records.documented_overhead_pct(fraction),
+            recompute_flops_pct=None if flops is None else flops.overhead_pct,
+            documented_overhead_pct=records.documented_overhead_pct(fraction) if is_documented else None,
             peak_memory_plain_bytes=memory.resident_bytes + memory.step_peak_plain_bytes,
             peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
             gradients_identical=parity.gradients_identical,
             predicted_overhead_pct=predicted_pct,
             bound_overhead_pct=bound_pct,
+            samples_per_s=config.batch_size / step_time_s,
+            speed_vs_plain=1 / ratio,
             timing=timing,
             memory=memory,
             flops=flops,
@@ -218,6 +237,8 @@ class _Job:
             bubble_pct=None if stages is None else stages.bubble_pct,
             bubble_ideal_pct=None if stages is None else stages.bubble_ideal_pct,
             stages=stages,
+            strategy_says=StrategyRecord(self.strategy.terms.needs, self.strategy.terms.changes, bound.blocks),
+            baseline=baseline,
         )
 
     def _build(self) -> tuple[TrainStep, Iterator[Batch]]:
@@ -252,11 +273,13 @@ class _Job:
         self._done("analysed")
         return analysis
 
-    def _choose_limit(self, step: TrainStep, batch: Batch, analysis: Analysis) -> int | None:
-        """The limit that the budget means (rule 3)."""
+    def _choose_limit(self, step: TrainStep, batch: Batch, analysis: Analysis) -> float | None:
+        """The limit that the budget means (rule 3): bytes, or a share for a strategy that takes one."""
         budget, total_bytes = self.config.budget, analysis.total_bytes
-        if not self.strategy.uses_budget:
+        if self.strategy.budget_kind == NO_BUDGET or budget.kind == "none":
             return None
+        if self.strategy.budget_kind == SHARE:
+            return share_of(budget, self.strategy.name)
         if not budget.is_found_out:
             limit_bytes = budget.limit_bytes(total_bytes)
             log.info("limit: %s bytes", limit_bytes)
@@ -312,8 +335,8 @@ class _Job:
         self._done("predicted")
         return predicted, bound
 
-    def _check_parity(self, step: TrainStep, limit_bytes: int | None, batch: Batch) -> ParityRecord:
-        parity = check_parity(step, lambda model: self.strategy.bind(model, limit_bytes), batch, self.config.seed)
+    def _check_parity(self, step: TrainStep, limit: float | None, batch: Batch) -> ParityRecord:
+        parity = check_parity(step, lambda model: self.strategy.bind(model, limit), batch, self.config.seed)
         for line in parity.differences:
             log.warning("parity: %s", line)
         self._done("parity checked")
@@ -352,13 +375,15 @@ class _Job:
 
     def _count_flops(
         self, step: TrainStep, state: StartingState, bound: BoundStrategy, batch: Batch
-    ) -> tuple[FlopsRecord, Stats | None]:
-        """The FLOPs of a plain and of a wrapped step, and the engine's account of that wrapped step."""
+    ) -> tuple[FlopsRecord | None, Stats | None]:
+        """The FLOPs of a plain and of a wrapped step (None: not known), and the engine's account of that wrapped step."""
         plain = count_step_flops(step, state, step.model, batch)
         bound.reset_stats()
         wrapped = count_step_flops(step, state, bound, batch)
         stats = bound.stats
         self._done("FLOPs counted")
+        if bound.hides_flops:
+            return None if bound.step_flops is None else compare_flops(plain, bound.step_flops, None), None
         return compare_flops(plain, wrapped, None if stats is None else stats.recomputed_flops), stats
 
     def _measure_stages(

@@ -39,6 +39,10 @@ DOCUMENTED_COLUMNS = [
     "bound_overhead_pct",
     "bubble_pct",
     "bubble_ideal_pct",
+    "strategy",
+    "samples_per_s",
+    "speed_vs_plain",
+    "batch_size",
 ]
 
 
@@ -92,7 +96,7 @@ def test_unknown_and_missing_fields_are_all_named() -> None:
         (("memory",), 3, r"memory must be an object with the fields of MemoryRecord, got 3"),
         (("environment", "packages"), [], r"environment\.packages must be an object, got \[\]"),
         (("status",), "great", r"status is 'great'; it must be one of ok, failed, running"),
-        (("format_version",), 99, r"format_version 99, this version reads 3"),
+        (("format_version",), 99, r"format_version 99, this version reads 4"),
     ],
 )
 def test_wrong_types_are_refused_by_path(path: tuple[str, ...], value: object, message: str) -> None:
@@ -174,9 +178,13 @@ def test_overhead_of_an_impossible_budget_is_refused(fraction: float) -> None:
 
 def test_budget_fraction() -> None:
     assert finished(0.25).budget_fraction() == 0.25
-    assert finished(0.25, cache_limit_bytes=None).budget_fraction() == 1.0
+    assert finished(0.25, cache_limit_bytes=None, budget="none").budget_fraction() == 1.0
     assert finished(0.25, cache_limit_bytes=2**40).budget_fraction() == 1.0
     assert failed().budget_fraction() is None
+    shares = {
+        text: finished(0.25, cache_limit_bytes=None, budget=text).budget_fraction() for text in ("0.3", "none", "1")
+    }
+    assert shares == {"0.3": 0.3, "none": 1.0, "1": 1.0}  # compiled code takes a share, and no limit in bytes
 
 
 def test_errors_become_one_line() -> None:

@@ -53,12 +53,20 @@ class StepTrace:
 
 
 def check_parity(
-    step: TrainStep, bind: Callable[[nn.Module], Forward], batch: tuple[Tensor, Tensor], seed: int
+    step: TrainStep,
+    bind: Callable[[nn.Module], Forward],
+    batch: tuple[Tensor, Tensor],
+    seed: int,
+    *,
+    baseline: Callable[[nn.Module], Forward] = lambda model: model,
 ) -> ParityRecord:
-    """Compare one step of `bind(copy of the model)` with one plain step. The model itself is not touched."""
-    plain = _trace(step, lambda model: model, batch, seed)
+    """Compare one step of `bind(copy of the model)` with one plain step, or with one of `baseline(copy of the model)`.
+
+    The model itself is not touched.
+    """
+    plain = _trace(step, baseline, batch, seed)
     wrapped = _trace(step, bind, batch, seed)
-    return compare(plain, wrapped, lambda: _trace(step, lambda model: model, batch, seed))
+    return compare(plain, wrapped, lambda: _trace(step, baseline, batch, seed))
 
 
 def compare(plain: StepTrace, wrapped: StepTrace, again: Callable[[], StepTrace] | None = None) -> ParityRecord:

@@ -59,10 +59,15 @@ def measure_pairs(
     warmup_steps: int = 0,
     fifo_fraction: float | None = None,
     on_pair: Callable[[int, StepOutcome, StepOutcome], None] = lambda index, plain, wrapped: None,
+    baseline: Forward | None = None,
 ) -> TimingRecord:
-    """Time `pairs` pairs. `fifo_fraction` is the budget fraction where FIFO's expected overhead applies, else None."""
+    """Time `pairs` pairs, in which the plain step calls the model, or `baseline`.
+
+    `fifo_fraction` is the budget fraction where FIFO's expected overhead applies, else None.
+    """
     if pairs < 1:
         raise ValueError(f"timing needs at least one pair; got timing_pairs={pairs}")
+    plain_forward = step.model if baseline is None else baseline
     plain_steps: list[StepOutcome] = []
     wrapped_steps: list[StepOutcome] = []
 
@@ -74,7 +79,7 @@ def measure_pairs(
     losses_identical = True
     with collector_paused() as collect:
         for index in range(pairs):
-            order: list[tuple[Forward, list[StepOutcome]]] = [(step.model, plain_steps), (wrapped, wrapped_steps)]
+            order: list[tuple[Forward, list[StepOutcome]]] = [(plain_forward, plain_steps), (wrapped, wrapped_steps)]
             for forward, outcomes in order if index % 2 == 0 else reversed(order):
                 run(forward, outcomes)
             losses_identical &= same_bits(plain_steps[-1].loss, wrapped_steps[-1].loss)
