@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recals_exp import config, records, report, sweeps, task, torchrun
+from recals_exp import config, estimates, records, report, sweeps, task, torchrun
 from recals_exp.arguments import prepare_arguments
 from recals_exp.folders import RememberFolder
 from recals_exp.records import RunResult
@@ -30,8 +30,8 @@ from recals_exp.task import NOT_UNDERSTOOD
 OK, JOB_FAILED, INTERRUPTED = 0, 1, 130
 """Exit codes; --help lists them."""
 
-TABLES = ("analysis.txt", "prediction.txt")
-"""What a job of mode=analyze or mode=predict leaves for people; printed instead of the table of measurements."""
+TABLES = ("analysis.txt", "prediction.txt", estimates.TABLE_FILE)
+"""What a job of mode=analyze, predict or dry_run leaves for people; printed instead of the table of measurements."""
 
 SHOWN_FILES = (".json", ".csv", ".png", ".txt")
 
@@ -109,6 +109,10 @@ def finish_sweep(folder: Path) -> int:
     sweeps.end_session(folder)
     if not any(folder.rglob(records.RESULT_FILE)):
         return JOB_FAILED
+    if expected := estimates.load_estimates(folder):
+        print(estimates.format_estimates(expected))
+        results = report.find_results([folder])
+        return _point_to_logs(folder, results) if any(result.status != records.OK for result in results) else OK
     from recals_exp.runner import finish_sweep as write
 
     written = write(folder)

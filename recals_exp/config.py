@@ -30,6 +30,7 @@ from recals_exp.folders import experiment_files, register_resolvers
 from recals_exp.pipelinespec import ALLOWED as PIPELINE_KEYS
 from recals_exp.runconfig import (
     BUDGET_FORMS,
+    DTYPES,
     MODES,
     TARGET_FORMS,
     Budget,
@@ -40,7 +41,6 @@ from recals_exp.runconfig import (
 )
 from recals_exp.sweeps import RESUME_FORMS, LaunchSettings
 
-AVAILABLE_MODES = ("run", "predict", "analyze")  # of MODES: the others are reserved
 PARTS = ("model", "dataset", "optimizer")  # groups whose keys are the arguments of a target
 NAMED = ("strategy", "policy")  # groups whose choice is a name with options
 GROUPS = (*PARTS, *NAMED, "pipeline")
@@ -93,6 +93,9 @@ class Settings:
     device: str = field(default="auto", metadata=_allowed("auto, cpu, cuda, cuda:1, or another device of torch"))
     threads: int | None = field(default=None, metadata=_allowed(f"{_WHOLE} 1, or null for torch's choice"))
     autocast: str | None = field(default=None, metadata=_allowed("bfloat16, float16, or null for none"))
+    dtype: str = field(default="float32", metadata=_allowed("one of " + ", ".join(DTYPES)))
+    deterministic: bool = field(default=False, metadata=_allowed("true or false"))
+    checkpoint_every: int = field(default=0, metadata=_allowed(f"{_WHOLE} 0"))
     train_steps: int = field(default=10, metadata=_allowed(f"{_WHOLE} 0"))
     warmup_steps: int = field(default=2, metadata=_allowed(f"{_WHOLE} 0"))
     timing_pairs: int = field(default=7, metadata=_allowed(f"{_WHOLE} 1"))
@@ -100,7 +103,7 @@ class Settings:
     resume: Any = field(default=False, metadata=_allowed(RESUME_FORMS))  # read by arguments.py
     fail_fast: bool = field(default=False, metadata=_allowed("true or false"))
     n_repeats: int = field(default=1, metadata=_allowed(f"{_WHOLE} 1"))  # read by arguments.py
-    mode: str = field(default="run", metadata=_allowed("one of " + ", ".join(AVAILABLE_MODES)))
+    mode: str = field(default="run", metadata=_allowed("one of " + ", ".join(MODES)))
 
 
 KEYS: Mapping[str, str] = {item.name: item.metadata["allowed"] for item in fields(Settings)}
@@ -165,9 +168,8 @@ def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig
     if unknown:
         raise ConfigError(unknown_key(unknown[0]))
     mode = values["mode"]
-    if mode not in AVAILABLE_MODES:
-        fault = "reserved and not available yet" if mode in MODES else "not known"
-        raise ConfigError(f"mode={mode} is {fault}: use {', '.join(AVAILABLE_MODES)}")
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode} is not known: use {', '.join(MODES)}")
     for key in LAUNCH_KEYS:
         values.pop(key)
     parts = {group: _part(group, values.pop(group), choices) for group in PARTS}
@@ -197,7 +199,7 @@ def to_launch_settings(settings: DictConfig, is_sweep: bool, overrides: Sequence
             f"n_repeats={settings.n_repeats} was found only after the jobs had been made: give it on the command line, or "
             "write hydra: sweeper: params: seed: range(0,3) into the file"
         )
-    isolate = settings.isolate if settings.isolate is not None else is_sweep
+    isolate = settings.isolate if settings.isolate is not None else is_sweep and settings.mode != "dry_run"
     return LaunchSettings(isolate, settings.resume not in (False, None), settings.fail_fast)
 
 

@@ -41,7 +41,7 @@ from recals_exp.runconfig import RunConfig
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 20.0
+GRACE_S = 60.0  # training ends its step first
 CRASH_FILE = "crash.txt"
 """Where a child stood when the interpreter itself crashed."""
 

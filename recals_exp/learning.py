@@ -6,15 +6,18 @@ the losses, the weights, the buffers, and the accuracy on the held-out samples a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recals_exp.checkpoint import Checkpoint
 from recals_exp.datasets import Batch
 from recals_exp.meters.device import seed_everything
 from recals_exp.meters.parity import same_bits
@@ -30,16 +33,30 @@ def train(
     seed: int,
     on_step: Callable[[int, float, StepOutcome], None] = lambda index, loss, outcome: None,
     before_step: Callable[[], None] = lambda: None,
+    checkpoint: Checkpoint | None = None,
 ) -> list[float]:
-    """Learn for ``count`` steps and return the losses. ValueError if one is not finite."""
+    """Learn for ``count`` steps and return the losses. ValueError if one is not finite.
+
+    With a ``checkpoint``, the steps that it holds are not done again.
+    """
     seed_everything(seed)
     losses: list[float] = []
-    for index, batch in enumerate(itertools.islice(batches, count)):
-        before_step()
-        outcome = step(forward, *batch)
-        loss = outcome.loss.item()
-        losses.append(finite_loss(loss, index))
-        on_step(index, loss, outcome)
+    left = itertools.islice(batches, count)
+    if checkpoint is not None:
+        losses, generators = checkpoint.load()
+        collections.deque(itertools.islice(left, len(losses)), maxlen=0)  # draws the batches of the steps that are done
+        checkpoint.restore_generators(generators)
+    with nullcontext() if checkpoint is None else checkpoint.interrupts_kept():
+        for index, batch in enumerate(left, len(losses)):
+            before_step()
+            outcome = step(forward, *batch)
+            loss = outcome.loss.item()
+            losses.append(finite_loss(loss, index))
+            on_step(index, loss, outcome)
+            if checkpoint is not None:
+                checkpoint.after_step(losses)
+    if checkpoint is not None:
+        checkpoint.remove()
     return losses
 
 

@@ -25,6 +25,7 @@ from recals_exp.configerror import ConfigError
 from recals_exp.pipelinespec import PipelineSpec
 
 MODES = ("run", "predict", "analyze", "dry_run")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 BUDGET_FORMS = (
     "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
 )
@@ -206,6 +207,9 @@ class RunConfig:
     device: str = "auto"  # "auto" = the first accelerator, else the CPU; or a torch device such as "cpu", "cuda:1"
     threads: int | None = None  # intra-op threads; None = torch's own choice
     autocast: str | None = None  # None, "bfloat16" or "float16"
+    dtype: str = "float32"  # of parameters and inputs; one of DTYPES
+    deterministic: bool = False  # torch's deterministic algorithms only
+    checkpoint_every: int = 0  # steps of training; 0 = only when interrupted
     train_steps: int = 10  # steps of real learning under the strategy; their losses are logged
     warmup_steps: int = 2  # steps of each kind before anything is timed
     timing_pairs: int = 5  # interleaved (plain, wrapped) pairs that are timed
@@ -220,6 +224,7 @@ class RunConfig:
                 ("seed", 0),
                 ("train_steps", 0),
                 ("warmup_steps", 0),
+                ("checkpoint_every", 0),
                 ("timing_pairs", 1),
             )
             if not _is_whole(getattr(self, name), least)
@@ -230,6 +235,8 @@ class RunConfig:
             )
         if self.autocast not in (None, "bfloat16", "float16"):
             problems.append(f"autocast={self.autocast!r} is not allowed: use bfloat16, float16, or null for none")
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype={self.dtype!r} is not allowed: use one of {', '.join(DTYPES)}")
         if self.mode not in MODES:
             problems.append(f"mode={self.mode!r} is not allowed: use one of {', '.join(MODES)}")
         if self.budget.is_found_out and self.strategy != "recals":

@@ -14,7 +14,7 @@ Rules the code follows:
 2. The record is written when the job starts (`running`) and replaced when it ends, so a killed job is a row of the
    report.
 3. Where the budget is to be found out (`knee`, `target_peak`), the step is profiled before the limit is set. The other modes
-   stop early: `analyze` after the analysis, `predict` after the prediction.
+   stop early: `analyze` after the analysis, `predict` after the prediction, `dry_run` after its estimate.
 4. Everything random is seeded from the configuration; the number of threads is put back afterwards: jobs may share a
    process.
 """
@@ -31,14 +31,17 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from recals_exp import details, records, report
 from recals_exp.baseline import compare_with_baseline
+from recals_exp.checkpoint import Checkpoint
 from recals_exp.datasets import Batch, build_data
+from recals_exp.estimate import measure_estimate, write_estimate
 from recals_exp.jobs import as_failed, describe
 from recals_exp.learning import judge, train
-from recals_exp.meters.device import resolve_device, seed_everything, thread_count
+from recals_exp.meters.device import deterministic_algorithms, resolve_device, seed_everything, thread_count
 from recals_exp.meters.environment import describe_environment
 from recals_exp.meters.flops import compare_flops, count_step_flops
 from recals_exp.meters.memory import measure_memory
@@ -77,7 +80,7 @@ def run(config: RunConfig, output_dir: Path, progress: Progress | None = None) -
     records.save(base, output_dir)
     with RunWriter(output_dir) as writer, progress or SilentProgress() as bar:
         try:
-            with thread_count(config.threads) as threads:
+            with thread_count(config.threads) as threads, deterministic_algorithms(config.deterministic):
                 kind = ProcessJob if config.pipeline.over_processes else _Job
                 check_started_alone(config)
                 result = kind(config, dataclasses.replace(base, threads=threads), writer, bar).do(output_dir)
@@ -112,13 +115,14 @@ class _Job:
     """The stages of one job, each a method; what they share is set in the constructor."""
 
     STAGES = 6  # beside training, warm-up, pairs and an own baseline: built, analysed, parity, predicted, memory, FLOPs
-    STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3}  # of the modes that stop early
+    STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3, "dry_run": 3}  # of the modes that stop early
 
     def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
         self.config = config
         self.writer = writer
         self.progress = progress
         self.device = resolve_device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.pipelined = not config.pipeline.is_none
         self.strategy = make_strategy(config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs)
         self.strategy.check_device(self.device)
@@ -141,6 +145,8 @@ class _Job:
             return self.analyze(folder)
         if self.config.mode == "predict":
             return self.predict(folder)
+        if self.config.mode == "dry_run":
+            return self.estimate(folder)
         return self.measure(folder)
 
     def analyze(self, folder: Path) -> RunResult:
@@ -165,6 +171,23 @@ class _Job:
         self._done("predicted")
         return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=total_bytes)
 
+    def estimate(self, folder: Path) -> RunResult:
+        """What the job would take, in the files of `estimate.write_estimate`."""
+        started = time.perf_counter()
+        step, batches = self._build()
+        batch = next(batches)
+        analysis = self._analyse(step, batch.x)
+        limit = self._choose_limit(step, batch, analysis)
+        with amid_training(step, batch, self.config.seed) as state:
+            is_engine = self.config.strategy == "recals" and not self.pipelined
+            profile = self._profile(step, state, batch) if is_engine else None
+            limit_bytes = int(limit) if is_engine and limit is not None else None
+            so_far_s = time.perf_counter() - started
+            estimate = measure_estimate(self.config, step, state, batch, profile, limit_bytes, so_far_s)
+        log.info("%s", write_estimate(estimate, self.base.job, folder), extra=PRINTED)
+        self._done("estimated")
+        return dataclasses.replace(self.base, status=records.OK, cache_total_bytes=analysis.total_bytes)
+
     def measure(self, folder: Path) -> RunResult:
         """Every stage in order; the record of a job that went through all of them."""
         config = self.config
@@ -177,7 +200,7 @@ class _Job:
         parity = self._check_parity(step, limit, batch)
         predicted_pct, bound_pct = self._predict_overhead(step, batch, limit_bytes)
         bound = self.strategy.bind(step.model, limit)
-        training = self._train(step, bound, batch, batches)
+        training = self._train(step, bound, batch, batches, folder)
         state = StartingState(step, config.seed)
         self._warm_up(step, state, bound, batch)
         memory = measure_memory(step, state, bound, batch)
@@ -255,7 +278,7 @@ class _Job:
         """The model as the seed makes it, with its optimizer, and its batches."""
         config = self.config
         seed_everything(config.seed)
-        model = build_model(config.model, self.data).to(self.device).train()
+        model = build_model(config.model, self.data).to(self.device, self.dtype).train()
         if self.pipelined:
             model = PlainLoop(model, config.pipeline)
         optimizer = config.optimizer.build(model.parameters())
@@ -263,7 +286,8 @@ class _Job:
         return step, map(self._on_device, self.data.batches(config.batch_size, config.seed))
 
     def _on_device(self, batch: Batch) -> Batch:
-        return Batch(batch.x.to(self.device), batch.target.to(self.device))
+        dtype = self.dtype if batch.x.is_floating_point() else None
+        return Batch(batch.x.to(self.device, dtype), batch.target.to(self.device))
 
     def _analyse(self, step: TrainStep, x: Tensor) -> Analysis:
         """What the model caches without a limit."""
@@ -343,20 +367,27 @@ class _Job:
         return parity
 
     def _train(
-        self, step: TrainStep, bound: BoundStrategy, first: Batch, others: Iterator[Batch]
+        self, step: TrainStep, bound: BoundStrategy, first: Batch, others: Iterator[Batch], folder: Path
     ) -> TrainingRecord | None:
         """Learn for real, under the strategy. The first batch is the one that is measured on later."""
         config, count = self.config, self.config.train_steps
         started = time.perf_counter()
 
+        taken = 0  # of the losses, the rest is from before an interruption
+
         def done(index: int, loss: float, outcome: StepOutcome) -> None:
+            nonlocal taken
+            taken += 1
             stats = bound.stats
             self.writer.training_step(index, loss, outcome.step_s, None if stats is None else stats.peak_cached_bytes)
             self._done("training")
 
-        losses = train(step, bound, itertools.chain([first], others), count, config.seed, done, bound.reset_stats)
+        checkpoint = Checkpoint(folder, step, config.to_dict(), config.checkpoint_every)
+        all_batches = itertools.chain([first], others)
+        losses = train(step, bound, all_batches, count, config.seed, done, bound.reset_stats, checkpoint)
         if not losses:
             return None
+        self.writer.losses(losses[: len(losses) - taken])
         log.info("training: loss %.4g at step 0, %.4g at step %d", losses[0], losses[-1], count - 1)
         training = TrainingRecord(tuple(losses), losses[0], losses[-1], time.perf_counter() - started)
         if not self.data.n_held_out:

@@ -123,6 +123,9 @@ def place(config: RunConfig, folder: Path, sweep: Path, resume: bool) -> Path | 
                 failed = failed or other
     if failed is not None and _claim(sweep, failed):
         (failed / records.RESULT_FILE).rename(failed / SUPERSEDED_FILE)
+        if (checkpoint := failed / "checkpoint.pt").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.replace(folder / checkpoint.name)
     if own is not None and own.status == records.OK:
         folder = _free(folder)  # rule 3
     _claim(sweep, folder)

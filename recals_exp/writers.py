@@ -92,6 +92,11 @@ class RunWriter:
         if peak_cached_bytes is not None:
             self._writer.add_scalar("training/cache_peak (MiB)", peak_cached_bytes / MIB, step)
 
+    def losses(self, losses: Sequence[float]) -> None:
+        """Those of steps done before an interruption, from the first step on."""
+        for step, loss in enumerate(losses):
+            self._writer.add_scalar("training/loss", loss, step)
+
     def pairs(self, timing: TimingRecord) -> None:
         """The timed pairs, one point each (rule 5)."""
         for index, (plain, wrapped, ratio) in enumerate(

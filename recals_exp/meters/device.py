@@ -6,9 +6,10 @@ them; the CPU, which is none, answers here.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +70,36 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = (kind, keys.tolist(), *rest)
     return states
+
+
+def restore_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `generator_states` gave, here or in another process."""
+    torch.set_rng_state(states["torch cpu"].cpu())
+    kind, internal, gauss = states["python"]
+    random.setstate((kind, tuple(internal), gauss))
+    if device.type != "cpu" and f"torch {device}" in states:
+        torch.get_device_module(device).set_rng_state(states[f"torch {device}"].cpu(), device)
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(tuple(states["numpy"]))
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """torch's deterministic algorithms, which refuse operations that have none, and its fixed choice of convolutions."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 @contextmanager
