@@ -69,11 +69,13 @@ class ProcessJob:
         self.base = base
         self.writer = writer
         self.progress = progress
+        self.processes = n_processes(config)
+        check_before_starting(config, self.processes)
         progress.start(base.job, 1)
 
     def do(self, folder: Path) -> RunResult:
         """Run the job and return its record; the picture goes into ``folder``."""
-        reports = run_ranks(self.config)
+        reports = run_ranks(self.config, self.processes)
         self.progress.advance("measured")
         first = reports[0]
         log.info("layout:\n%s", format_layout(first.layout))
@@ -89,13 +91,13 @@ class ProcessJob:
         return result
 
 
-def run_ranks(config: RunConfig) -> list[RankReport]:
+def run_ranks(config: RunConfig, processes: int) -> list[RankReport]:
     """The reports of all ranks, in order."""
-    processes = n_processes(config)
     ranks = processes * config.pipeline.replicas
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if torchrun.is_rank() else ranks
     threads = config.threads or max(1, (os.cpu_count() or 1) // here)
-    limits: dict[str, Any] = {"threads": threads, "timeout_s": config.pipeline.timeout_s}
+    backend = "gloo" if config.device == "cpu" else None  # which decides on the ranks' devices
+    limits: dict[str, Any] = {"threads": threads, "timeout_s": config.pipeline.timeout_s, "backend": backend}
     try:
         if torchrun.is_rank():
             return members().lead(run_rank, (config, processes), **limits)
@@ -111,6 +113,27 @@ def check_started_alone(config: RunConfig) -> None:
             f"torchrun started {torchrun.world_size()} processes, but pipeline={config.pipeline.name} runs in one: use "
             "pipeline=distributed, or start it without torchrun"
         )
+
+
+def check_before_starting(config: RunConfig, processes: int) -> ProcessSpec:
+    """How it will run; refuses here what every rank would refuse."""
+    spec = config.pipeline
+    assert spec.n_micro_batches is not None
+    pieces = spec.n_micro_batches * spec.replicas
+    if config.batch_size % pieces:
+        replicas = f" x {spec.replicas} replicas" if spec.replicas > 1 else ""
+        raise ConfigError(
+            f"batch_size={config.batch_size} does not divide into {spec.n_micro_batches} micro-batches{replicas}, and over processes "
+            f"they must be equal: use a multiple of {pieces}, other pipeline.n_micro_batches, or one process with "
+            "pipeline.ragged=true"
+        )
+    return ProcessSpec(
+        processes,
+        spec.n_micro_batches,
+        spec.schedule,
+        stages_per_process=spec.stages_per_process,
+        replicas=spec.replicas,
+    )
 
 
 def n_processes(config: RunConfig) -> int:

@@ -276,6 +276,11 @@ class RunConfig:
             problems.append(
                 f"mode=predict with pipeline={name} is not allowed: prices are predicted for one cache; use pipeline=none"
             )
+        if ":" in self.device and self.pipeline.over_processes:
+            problems.append(
+                f"device={self.device} with pipeline={name} is not allowed: each process has the device of its own number; use "
+                "device=auto, or device=cpu"
+            )
         if self.autocast is not None and self.pipeline.over_processes:
             problems.append(
                 f"autocast={self.autocast} with pipeline={name} is not allowed: between processes values keep the model's own "

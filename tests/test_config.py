@@ -223,7 +223,7 @@ def test_several_faults_are_listed_at_once() -> None:
         ("pipeline.n_stages=two", r"^pipeline.n_stages=two is not allowed: pipeline.n_stages is a whole number"),
         ("pipeline.ragged=maybe", r"^pipeline.ragged=maybe is not allowed: pipeline.ragged is true or false"),
         ("model=resnet", r"(?s)Could not find 'model/resnet'.*resnet18.*vit_b_16$"),
-        ("experiment=nothing", r"(?s)Could not find 'experiment/nothing'.*documented_curve$"),
+        ("experiment=nothing", r"(?s)Could not find 'experiment/nothing'.*documented_curve\n"),
         ("model=3", r"^model, dataset, .* take the name of a choice, see --help"),
         ("budget=0.5,0.25", r"(?s)Ambiguous value.*add --multirun"),
     ],

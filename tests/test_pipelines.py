@@ -59,6 +59,7 @@ def config_of(pipeline: PipelineSpec, **changes: Any) -> RunConfig:
 
 
 TWO = PipelineSpec("two_stage", devices=("cpu",), n_stages=2, n_micro_batches=4)
+OVER = PipelineSpec("distributed", processes=2, n_micro_batches=4)
 
 
 # -- the specification -----------------------------------------------------------------------------------------------
@@ -113,6 +114,8 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
             "strategy=magic with pipeline=two_stage is not allowed: stages run under strategy=recals",
         ),
         ({"mode": "predict"}, "mode=predict with pipeline=two_stage is not allowed"),
+        ({"device": "cuda:1", "pipeline": OVER}, "device=cuda:1 with pipeline=distributed is not allowed"),
+        ({"autocast": "bfloat16", "pipeline": OVER}, "autocast=bfloat16 with pipeline=distributed is not allowed"),
         (
             {"strategy": "none", "pipeline": dataclasses.replace(TWO, budgets=(0.5,))},
             r"pipeline.budgets=\[0.5\] with strategy=none",

@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_pipelines import config_of
 
 from recals_exp import __main__ as cli
 from recals_exp import records
 from recals_exp.pipeline import RankError
-from recals_exp.processes import headline, n_processes
+from recals_exp.pipelinespec import PipelineSpec
+from recals_exp.processes import check_before_starting, headline, n_processes
 from recals_exp.records import RunResult
 from recals_exp.runconfig import ConfigError
 
@@ -127,10 +129,6 @@ def test_headlines() -> None:
 def test_the_number_of_processes(
     world: str | None, options: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_pipelines import config_of
-
-    from recals_exp.pipelinespec import PipelineSpec
-
     for name, value in (("RANK", "0"), ("WORLD_SIZE", world), ("MASTER_ADDR", "localhost")):
         if world is None:
             monkeypatch.delenv(name, raising=False)
@@ -142,6 +140,21 @@ def test_the_number_of_processes(
     else:
         with pytest.raises(ConfigError, match=expected):
             n_processes(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size", "message"),
+    [
+        ({}, 10, "batch_size=10 does not divide into 4 micro-batches, .* use a multiple of 4, .* pipeline.ragged=true"),
+        ({"replicas": 2}, 12, "batch_size=12 does not divide into 4 micro-batches x 2 replicas, .* a multiple of 8"),
+        ({"n_micro_batches": 1}, 8, "schedule=1f1b needs at least as many micro-batches as stages: 1 < 2"),
+        ({"schedule": "zbv", "stages_per_process": 3}, 8, "schedule=zbv has 2 stages on each process, not 3"),
+    ],
+)
+def test_what_cannot_run_starts_no_process(options: dict[str, Any], batch_size: int, message: str) -> None:
+    spec = PipelineSpec("distributed", **{"processes": 2, "n_micro_batches": 4, **options})
+    with pytest.raises(ValueError, match=message):
+        check_before_starting(config_of(spec, batch_size=batch_size), 2)
 
 
 # -- the whole command -----------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class _Order:
     args: tuple[Any, ...]
     timeout_s: float
     threads: int | None
+    backend: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Members:
         *,
         timeout_s: float = 3600.0,
         threads: int | None = None,
+        backend: str | None = None,
     ) -> list[Any]:
         """Run ``function(*args)`` on every rank and return the results in order. To be called on rank 0.
 
@@ -87,7 +89,7 @@ class Members:
             RankError: a rank raised or died.
             TimeoutError: the job took longer than ``timeout_s``.
         """
-        order = _Order(function, tuple(args), timeout_s, threads)
+        order = _Order(function, tuple(args), timeout_s, threads, backend)
         self.store.set(f"order/{self._next}", pickle.dumps(order))
         job = self._take_part(order)
         keys = [f"{job}/outcome/{rank}" for rank in range(self.world)]
@@ -117,7 +119,10 @@ class Members:
         with tempfile.TemporaryDirectory(prefix="pipeline-", ignore_cleanup_errors=True) as folder:
             rank = multiprocessing.get_context("spawn").Process(
                 target=rank_main,
-                args=(order.function, order.args, self.rank, self.world, folder, order.timeout_s, None, order.threads),
+                args=(
+                    *(order.function, order.args, self.rank, self.world, folder),
+                    *(order.timeout_s, order.backend, order.threads),
+                ),
                 kwargs={"store": address},
                 name=f"pipeline rank {self.rank}",
             )
