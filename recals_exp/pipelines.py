@@ -110,7 +110,9 @@ class PipelineStrategy(Strategy):
         if self._layout is not None:  # rule 2
             counts = tuple(last - first for first, last in itertools.pairwise(self._layout.bounds))
             spec = dataclasses.replace(spec, cuts=(), balance=counts)
-        with torch.random.fork_rng():
+        devices = {device for device in (*self._spec.place(), self._example.device) if device.type != "cpu"}
+        kind = next((device.type for device in devices), "cuda")  # of which there is one on a machine
+        with torch.random.fork_rng(devices=list(devices), device_type=kind):
             pipe, layout = build_pipeline(inner.step if isinstance(inner, RateCoded) else inner, spec, self._example)
         if self._layout is None:
             log.info("layout:\n%s", format_layout(layout))

@@ -191,6 +191,8 @@ def make_record(config: RunConfig, base: RunResult, reports: list[RankReport]) -
         time_overhead_low_pct=100 * (low - 1),
         time_overhead_high_pct=100 * (high - 1),
         recompute_flops_pct=flops.overhead_pct,
+        samples_per_s=config.batch_size / statistics.median(timing.wrapped_s),
+        speed_vs_plain=1 / statistics.median(timing.ratios),
         peak_memory_plain_bytes=plain.resident_bytes + plain.step_peak_bytes,
         peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
         gradients_identical=plain.parity.gradients_identical,

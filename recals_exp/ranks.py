@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from recals_exp.datasets import Batch, DataSpec, build_data
 from recals_exp.learning import finite_loss
-from recals_exp.meters.device import generator_states, seed_everything, synchronize
+from recals_exp.meters.device import deterministic_algorithms, generator_states, seed_everything, synchronize
 from recals_exp.meters.flops import count_flops
 from recals_exp.meters.memory import ProcessPeak, process_peak, step_peak_bytes
 from recals_exp.meters.parity import StepTrace, compare
@@ -92,7 +92,8 @@ class RankReport:
 
 def run_rank(config: RunConfig, processes: int) -> RankReport:
     """The whole job of this rank; called on every rank of the process group."""
-    return _Rank(config, processes).do()
+    with deterministic_algorithms(config.deterministic):
+        return _Rank(config, processes).do()
 
 
 class _Rank:
@@ -101,10 +102,11 @@ class _Rank:
         spec = config.pipeline
         assert spec.n_micro_batches is not None
         data = build_data(config.dataset)
-        self.batches = data.batches(config.batch_size, config.seed)
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self.batches = (_of_type(batch, dtype) for batch in data.batches(config.batch_size, config.seed))
         self.batch = next(self.batches)
         seed_everything(config.seed)
-        model = build_model(config.model, data).train()
+        model = build_model(config.model, data).to(dtype).train()
         whole = copy.deepcopy(model) if dist.get_rank() == 0 else None
         layout = layout_spec(config)
         self.pipe = DistributedPipeline(
@@ -357,11 +359,16 @@ class _Plain:
         if not self._draws:
             return self.model(x)
         value: Any = x
-        with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
+        with self._forked():
             for number, stage in enumerate(self._stages):  # rule 3
                 torch.manual_seed(cell_seed(digest, 0, number, index))
                 value = stage(*value) if isinstance(value, tuple) else stage(value)
         return value
+
+    def _forked(self) -> Any:
+        if self._device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[self._device], device_type=self._device.type)
 
     def compare(self, wrapped: StepTrace, batch: Batch, ranks: int) -> ParityRecord:
         """The pipeline's step against a plain one; the model is as before afterwards."""
@@ -435,6 +442,10 @@ class _Plain:
         """Of one plain step."""
         self.restore()
         return count_flops(lambda: self.step(batch))
+
+
+def _of_type(batch: Batch, dtype: torch.dtype) -> Batch:
+    return Batch(batch.x.to(dtype) if batch.x.is_floating_point() else batch.x, batch.target)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -286,9 +286,14 @@ class RunConfig:
                 f"autocast={self.autocast} with pipeline={name} is not allowed: between processes values keep the model's own "
                 "type; leave autocast out, or run the pipeline in one process (pipeline=two_stage)"
             )
-        if self.mode == "analyze" and self.pipeline.over_processes:
+        if self.mode in ("analyze", "dry_run") and self.pipeline.over_processes:
             problems.append(
-                f"mode=analyze with pipeline={name} is not allowed: the model is analysed whole; use pipeline=none"
+                f"mode={self.mode} with pipeline={name} is not allowed: use pipeline=none or two_stage for it"
+            )
+        if self.checkpoint_every and self.pipeline.over_processes:
+            problems.append(
+                f"checkpoint_every={self.checkpoint_every} with pipeline={name} is not allowed: a job over processes begins "
+                "anew; leave it out"
             )
         return problems
 
