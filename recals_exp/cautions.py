@@ -18,8 +18,12 @@ _NOT_OF_THE_BASELINE = ("budget", "policy", "policy_kwargs", "strategy", "strate
 
 
 def cautions(results: Sequence[RunResult]) -> list[str]:
-    """One line each, by job; last what concerns several jobs."""
-    lines = [f"{result.job}: {text}" for result in results for text in _of_job(result)]
+    """One line each, by job; what is said of several jobs in the same words is said once; last what lies between jobs."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        for text in _of_job(result):
+            said.setdefault(text, []).append(result.job)
+    lines = [f"{jobs[0]}{f' and {len(jobs) - 1} more' if jobs[1:] else ''}: {text}" for text, jobs in said.items()]
     return lines + list(_between_jobs(results))
 
 

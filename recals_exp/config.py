@@ -27,6 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from recals_exp.folders import experiment_files, register_resolvers
+from recals_exp.launchers import missing_extra
 from recals_exp.pipelinespec import ALLOWED as PIPELINE_KEYS
 from recals_exp.runconfig import (
     BUDGET_FORMS,
@@ -262,6 +263,9 @@ def explain(error: BaseException) -> str:
     text = text.partition("Config search path:")[0].rstrip()
     if "Config group override must be" in text:
         return f"{', '.join(GROUPS)} and experiment take the name of a choice, see --help ({text})"
+    launcher = re.search(r"Could not (?:find|load) 'hydra/launcher/(\w+)'", text)
+    if launcher and (help_ := missing_extra(launcher.group(1))) is not None:
+        return help_
     unknown = re.search(r"Key '([^']+)' (?:is )?not in (?:struct|'(?:Pipeline)?Settings')", text)
     where = re.search(r"full_key: (\S+)", text)
     full_key = where.group(1) if where else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recals_exp import sweeps
 from recals_exp.answers import QUESTION_FILE
+from recals_exp.launchers import timing_note
 from recals_exp.runconfig import ConfigError
 
 MAX_FOLDER_NAME = 60  # characters of a job's folder
@@ -97,6 +99,8 @@ class RememberFolder(Callback):
         if (question := _question(OmegaConf.select(config, "hydra.runtime.choices.experiment"))) is not None:
             sweep.mkdir(parents=True, exist_ok=True)
             (sweep / QUESTION_FILE).write_text(f"{question}\n", encoding="utf-8")
+        if (note := timing_note(config.hydra.launcher)) is not None:
+            print(f"warning: {note}", file=sys.stderr)
         type(self).jobs = jobs = _count_jobs(config)
         if jobs is not None:
             sweeps.expect_jobs(jobs)

@@ -61,7 +61,7 @@ from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult
 from recals_exp.runconfig import RunConfig
 from recals_exp.stagerecords import StagesRecord
 from recals_exp.strategies import NO_BUDGET, SHARE, BoundStrategy, Strategy, make_strategy, share_of
-from recals_exp.writers import RunWriter, has_events, write_tradeoff
+from recals_exp.writers import RunWriter, has_outcome, write_tradeoff
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,7 @@ def finish_sweep(folder: Path) -> report.Report:
     """The report of a sweep's folder, and its run `tradeoff` for TensorBoard. Also on partial results."""
     written = report.write_report([folder])
     for path in sorted(folder.rglob(records.RESULT_FILE)):
-        if not has_events(
-            path.parent
-        ):  # the job's configuration was refused, so it never ran: TensorBoard shows it too
+        if not has_outcome(path.parent):  # it was refused, or killed: TensorBoard shows it too
             with contextlib.suppress(ValueError), RunWriter(path.parent) as writer:
                 writer.result(records.load(path))
     others = {name: picture for name, picture in written.figures_png.items() if name != "tradeoff"}

@@ -9,6 +9,7 @@ Rules the code follows:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recals_exp import config, folders, isolation, records, sweeps, torchrun
 from recals_exp.jobs import as_failed
+from recals_exp.launchers import timing_note
 from recals_exp.records import RunResult
 from recals_exp.runconfig import ConfigError, RunConfig
 from recals_exp.sweeps import LaunchSettings
@@ -58,7 +60,11 @@ def job(settings: DictConfig) -> str:
         if place is None:
             log.info("job %s is done already", folder.name)
             return DONE_ALREADY
-        status = _run(run_config, place, launch, context).status
+        result = _run(run_config, place, launch, context)
+        if is_sweep and run_config.mode == "run" and (note := timing_note(context.launcher)) is not None:
+            result = dataclasses.replace(result, notes=(*result.notes, note))
+            records.save(result, place)
+        status = result.status
     if status != records.OK and launch.fail_fast and is_sweep:
         sweeps.stop_after_failure(sweep)
     return status

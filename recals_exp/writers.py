@@ -62,9 +62,10 @@ def _number(column: str, value: float) -> float:
 _EVENT_FILES = "events.out.tfevents.*"
 
 
-def has_events(folder: Path) -> bool:
-    """Whether a run has been written into this very folder."""
-    return any(folder.glob(_EVENT_FILES))
+def has_outcome(folder: Path) -> bool:
+    """Whether a run has been written into this very folder to its end: one whose process was killed has not."""
+    end = metadata.SESSION_END_INFO_TAG.encode()
+    return any(end in path.read_bytes() for path in folder.glob(_EVENT_FILES))
 
 
 class RunWriter:

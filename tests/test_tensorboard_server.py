@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from browser import open_browser
 
 from recals_exp import records
 from recals_exp.runconfig import Budget, PartSpec, RunConfig
@@ -204,6 +205,25 @@ def test_hparams_have_values_for_every_job(server: Server, outputs: Path) -> Non
         else:
             assert values == {}
             assert group["hparams"]["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_the_pages_in_a_real_browser(server: Server) -> None:
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1500, "height": 1000})
+        page.set_default_timeout(1000 * DEADLINE_S)
+        page.goto(f"{server.address}/#hparams")
+        page.get_by_text("TABLE VIEW").wait_for()
+        for job in (*BUDGETS, FAILING):
+            page.get_by_text(f"a_sweep/budget={job}").first.wait_for()
+        page.goto(f"{server.address}/#text")
+        page.get_by_text("CacheLimitError").first.wait_for()
+        page.get_by_text("needs the least memory").first.wait_for()
+        page.goto(f"{server.address}/#images")
+        for tag in ("tradeoff/figure", "tradeoff/memory_timeline", "tradeoff/layers"):
+            page.get_by_text(tag).first.wait_for()
+        page.goto(f"{server.address}/#timeseries")
+        page.get_by_text("cache/limit (MiB)").first.wait_for()
 
 
 def test_the_reason_of_a_failed_job_is_readable(server: Server) -> None:
