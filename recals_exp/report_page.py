@@ -11,6 +11,7 @@ from recals_exp.details import StepDetails
 from recals_exp.html_page import Block, Cell, Figure, Fold, Section, Table, render
 from recals_exp.records import COLUMNS, FAILED, OK, RunResult
 from recals_exp.repeats import find_points, format_repeats
+from recals_exp.stagereport import stages_page
 
 MIB = 1024**2
 _TEXT = ("job", "status", "model", "dataset", "pipeline", "strategy", "policy", "budget", "error")
@@ -46,6 +47,7 @@ def format_page(results: Sequence[RunResult], content: Content, shown: Callable[
             ),
             Section("figures", "Memory against time", content.figures),
             Section("results", "Results", [*_results(results, shown), *_repeats(results)]),
+            Section("stages", "Stages", stages_page(results)),
             Section("step", "Inside one step", [*content.step_figures, *_layers(content.details)]),
             Section("environment", "Environment", _environment(results)),
             Section("jobs", "Jobs", [_fold(result) for result in results]),

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from recals_exp import html_page
 from recals_exp.records import RunResult
 from recals_exp.stagerecords import StageRecord
 
@@ -50,6 +51,27 @@ def stages_table(results: Sequence[RunResult], width: int | None = None) -> Tabl
         shown.remove(heading)
         table = _table(results, shown)
     return table
+
+
+def stages_page(results: Sequence[RunResult]) -> list[html_page.Block]:
+    """The same for the report's page; empty if no job was a pipeline."""
+    fields = {"busy": "busy_s", "cache\nlimit": "cache_limit_bytes", "cache\npeak": "cache_peak_bytes"}
+    fields |= {"recompute\n%": "recompute_pct", "bubble\n%": "bubble_pct", "peak\nmemory": "peak_memory_bytes"}
+    rows = []
+    for result in results:
+        for stage in () if result.stages is None else result.stages.stages:
+            texts = {heading: cell(result, stage) for heading, cell in _CELLS.items()}
+            rows.append(
+                tuple(
+                    html_page.Cell(text, getattr(stage, fields[heading]) if heading in fields else text)
+                    for heading, text in texts.items()
+                )
+            )
+    if not rows:
+        return []
+    headings = tuple(heading.replace("\n", " ") for heading in _CELLS)
+    numbers = frozenset(heading.replace("\n", " ") for heading in fields)
+    return ["Each stage of each pipeline in one step:", html_page.Table(headings, tuple(rows), numbers, "stages-table")]
 
 
 def _table(results: Sequence[RunResult], shown: Sequence[str]) -> Table:

@@ -61,3 +61,14 @@ def test_attention_on_the_cpu_is_counted_forward_and_backward() -> None:
 def test_a_step_without_countable_operations_has_no_percentage() -> None:
     assert compare_flops(0, 0, 0).overhead_pct is None
     assert compare_flops(100, 150, 49).overhead_pct == 50.0
+
+
+def test_gradients_of_inputs_alone_are_counted() -> None:
+    """The counter's own module tracker refuses this: its hooks ask the engine about leaves, which autograd.grad forbids."""
+    from recals_exp.meters.flops import count_flops
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    inner = model[0](x)
+    found = count_flops(lambda: torch.autograd.grad(model[1](inner).sum(), [inner, model[1].weight]))
+    assert found == 3 * 2 * 2 * 4 * 4

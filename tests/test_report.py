@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,19 @@ def test_command_line_as_a_program_needs_neither_torch_nor_hydra(sweep: Path) ->
     done = subprocess.run([sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "116.7" in done.stdout
+
+
+def test_stages_of_pipelines_stand_in_the_table_the_csv_and_the_page(tmp_path: Path) -> None:
+    whole = finished(0.25, stages=None, bubble_pct=None, bubble_ideal_pct=None)
+    save_sweep(tmp_path, [finished(0.5, job="spread", pipeline="two_stage"), whole])
+    written = report.write_report([tmp_path])
+    table = report.format_table(written.results)
+    assert re.search(r"spread +1f1b +1 +1 +none +300\.0 ms +0\.0 +40\.0 +- +- +-", table)
+    rows = (tmp_path / "stages.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert rows[0].startswith("job,schedule,n_micro_batches,stage,process,device,units,budget")
+    assert rows[1].startswith("spread,1f1b,4,0,0,cpu,a b,0.25,2,")
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="stages-table"' in page
+    assert "stages" not in report.format_table([whole])
+    assert "bubble" not in report.format_table([whole])

@@ -50,9 +50,24 @@ def count_step_flops(step: TrainStep, state: StartingState, forward: Forward, ba
 def count_flops(run: Callable[[], Any]) -> int:
     """FLOPs of one call."""
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_cpu_attention_formulas())
+    counter.mod_tracker = _WholeProgram()  # type: ignore[assignment]
     with counter:
         run()
     return int(counter.get_total_flops())
+
+
+class _WholeProgram:
+    """In the place of the counter's module tracker: only the total is wanted, and the tracker's hooks on gradients do not work
+    under `torch.autograd.grad`, which zero-bubble schedules use ("a leaf node was passed to _will_engine_execute_node").
+    """
+
+    parents = frozenset(("Global",))  # what the counter calls the total
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
 
 
 def compare_flops(plain: int, wrapped: int, engine_recomputed: int | None) -> FlopsRecord:

@@ -275,7 +275,7 @@ def draw_timeline(events: Sequence[Event], path: str | Path, title: str = "") ->
         "recompute": "#228833",
     }
     stages = sorted({event.stage for event in events})
-    figure = Figure(figsize=(10, 0.8 + 0.6 * max(1, len(stages))), layout="constrained")
+    figure = Figure(figsize=(10, 1.1 + 0.6 * max(1, len(stages))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     zero = min((event.start_s for event in events), default=0.0)
@@ -301,13 +301,8 @@ def draw_timeline(events: Sequence[Event], path: str | Path, title: str = "") ->
     if title:
         axes.set_title(title)
     used = [kind for kind in KINDS if any(event.kind == kind for event in events)]
-    axes.legend(
-        handles=[Patch(color=colours[kind], label=kind.replace("_", " ")) for kind in used],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.25),
-        ncols=max(1, len(used)),
-        frameon=False,
-    )
+    handles = [Patch(color=colours[kind], label=kind.replace("_", " ")) for kind in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(used)), frameon=False)
     figure.savefig(path, dpi=150)
 
 
