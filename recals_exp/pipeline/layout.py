@@ -273,7 +273,7 @@ def format_layout(layout: Layout) -> str:
                 "-" if stage.time_s is None else f"{1000 * stage.time_s:.2f} ms",
                 "-" if stage.state_bytes is None else format_bytes(stage.state_bytes),
                 "-" if stage.activation_bytes is None else format_bytes(stage.activation_bytes),
-                "none" if stage.budget is None else str(stage.budget),
+                "none" if stage.budget in (None, -1) else str(stage.budget),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
