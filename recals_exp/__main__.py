@@ -36,6 +36,12 @@ TABLES = ("analysis.txt", "prediction.txt", estimates.TABLE_FILE)
 SHOWN_FILES = (".json", ".csv", ".png", ".txt")
 
 
+def command() -> int:
+    """The script `recals-exp`: as `python -m recals_exp`, own modules in the current folder are found."""
+    sys.path.insert(0, os.getcwd())
+    return main()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (without the program's name; None = the process's own) and return the exit code.
 
@@ -163,7 +169,8 @@ def _terminated_like_interrupted() -> Iterator[None]:
 def _command_line(arguments: Sequence[str]) -> Iterator[None]:
     """What ``hydra.main`` reads: the arguments, and the switch that makes it raise its errors instead of printing them."""
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["python -m recals_exp", *arguments]
+    completes = not {"-sc", "--shell-completion"}.isdisjoint(arguments)  # a shell completes commands, not modules
+    sys.argv = ["recals-exp" if completes else "python -m recals_exp", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield

@@ -287,7 +287,7 @@ def explain(error: BaseException) -> str:
 
 def unknown_key(key: str) -> str:
     """The message for a key that does not exist."""
-    return f"there is no key {key!r}{_did_you_mean(key, list(KEYS))}; the keys are {', '.join(KEYS)} and experiment"
+    return f"there is no key {key!r}{_did_you_mean(key, list(KEYS))}; the keys are {', '.join(KEYS)}, experiment and preset"
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:

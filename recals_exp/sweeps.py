@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,20 @@ def expect_jobs(count: int) -> None:
 def expected_jobs() -> int | None:
     """How many jobs the sweep has; None if that was not found out."""
     return int(os.environ[_JOBS]) if _JOBS in os.environ else None
+
+
+def format_progress(sweep: Path, expected: int, one_by_one: bool) -> str:
+    """How far the sweep is and, if its jobs run one after the other, about how long it will take."""
+    found = [record for path in sweep.rglob(records.RESULT_FILE) if (record := _record(path.parent)) is not None]
+    ended = [record for record in found if record.status != records.RUNNING]
+    failed = sum(record.status == records.FAILED for record in ended)
+    text = f"{len(ended)} of {expected} jobs done" + (f", {failed} failed" if failed else "")
+    times_s = [record.wall_s for record in ended if record.wall_s is not None and record.status == records.OK]
+    left = expected - len(ended)
+    if left > 0 and times_s and one_by_one:
+        left_s = left * statistics.fmean(times_s)
+        text += f", about {left_s:.0f} s left" if left_s < 90 else f", about {left_s / 60:.0f} min left"
+    return text
 
 
 def _session_folder(sweep: Path) -> Path:

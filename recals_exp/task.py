@@ -67,6 +67,8 @@ def job(settings: DictConfig) -> str:
         status = result.status
     if status != records.OK and launch.fail_fast and is_sweep:
         sweeps.stop_after_failure(sweep)
+    if is_sweep and (expected := sweeps.expected_jobs()) is not None:
+        log.info("%s", sweeps.format_progress(sweep, expected, timing_note(context.launcher) is None))
     return status
 
 

@@ -209,6 +209,25 @@ def test_show_the_configuration(capsys: pytest.CaptureFixture[str], in_tmp: Path
     assert not list(in_tmp.iterdir())
 
 
+@pytest.mark.slow
+def test_the_shell_completes(in_tmp: Path) -> None:
+    """The script as it is installed, completed by a real bash."""
+    program = in_tmp / "recals-exp"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from recals_exp.__main__ import command\nsys.exit(command())\n"
+    )
+    program.chmod(0o755)
+    script = (
+        'eval "$(recals-exp -sc install=bash)"; COMP_LINE="recals-exp experiment=doc"; COMP_POINT=${#COMP_LINE}; COMP_CWORD=1; '
+        'complete -p recals-exp; hydra_bash_completion; echo "found ${COMPREPLY[@]}"'
+    )
+    environment = {**os.environ, "PATH": f"{in_tmp}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert "-F hydra_bash_completion recals-exp" in done.stdout, done.stderr
+    assert "found experiment=documented_curve" in done.stdout
+
+
 # -- a sweep -----------------------------------------------------------------------------------------------------------
 
 

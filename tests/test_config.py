@@ -189,7 +189,7 @@ def test_budget_limit() -> None:
         ("model._target_=null", r"model has no _target_: choose model=NAME"),
         ("pipeline.n_micro_batches=3", r"pipeline.n_micro_batches=3 with pipeline=none: .* choose pipeline=two_stage"),
         ("policy.name=3", r"policy.name=3 is not allowed: use the name of a policy"),
-        ("+nonsense=3", r"there is no key 'nonsense'; the keys are model, .* and experiment"),
+        ("+nonsense=3", r"there is no key 'nonsense'; the keys are model, .*, experiment and preset"),
         (
             "dataset.image_size=${nothing}",
             r"the configuration cannot be resolved: Interpolation key 'nothing' not found",

@@ -124,6 +124,15 @@ def test_the_key_of_a_configuration() -> None:
     assert config_key(plain, without=("seed",)) == config_key(settings(seed=7).to_dict(), without=("seed",))
 
 
+def test_how_far_a_sweep_is(sweep: Path) -> None:
+    records.save(dataclasses.replace(describe(settings(), sweep / "0"), status=records.OK, wall_s=30.0), sweep / "0")
+    leave(sweep / "1", settings(seed=1), records.FAILED)
+    leave(sweep / "2", settings(seed=2), records.RUNNING)
+    assert sweeps.format_progress(sweep, 4, True) == "2 of 4 jobs done, 1 failed, about 60 s left"
+    assert sweeps.format_progress(sweep, 40, True) == "2 of 40 jobs done, 1 failed, about 19 min left"
+    assert sweeps.format_progress(sweep, 4, False) == "2 of 4 jobs done, 1 failed"
+
+
 # -- which folder is resumed -------------------------------------------------------------------------------------------
 
 
