@@ -123,6 +123,7 @@ def finish_sweep(folder: Path) -> int:
 
     written = write(folder)
     _print_table(written.results)
+    print(written.texts["answer"])
     files = (report.CSV_FILE, report.JSON_FILE, report.FIGURE_FILE, report.PAGE_FILE)
     print(f"written: {', '.join(str(folder / name) for name in files)}")
     missing = (RememberFolder.jobs or 0) - len(written.results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from recals_exp.pareto import fastest_within, labels
 from recals_exp.records import OK, RunResult
 
 QUESTION_FILE = "question.txt"
@@ -30,6 +31,8 @@ def find_question(folders: Sequence[Path]) -> str:
 
 def answer(results: Sequence[RunResult]) -> str:
     """What to choose, and what it costs, for each model that was measured. Compared are peaks of a whole step."""
+    if searched := [result for result in results if result.status == OK and result.batch_search is not None]:
+        return _of_batches(searched)
     measured = [result for result in results if result.status == OK and _saving_pct(result) is not None]
     if not measured:
         return "No job has finished a measurement yet." if results else "There are no jobs."
@@ -40,7 +43,29 @@ def answer(results: Sequence[RunResult]) -> str:
     return " ".join(_of_subject(" ".join(subject), group) for subject, group in subjects.items())
 
 
+def _of_batches(results: Sequence[RunResult]) -> str:
+    """What fits into a peak, for each model and plain batch size."""
+    names = labels(results)
+    groups: dict[tuple[str, int], list[RunResult]] = {}
+    for result in results:
+        assert result.batch_search is not None
+        groups.setdefault((result.model, result.batch_search.plain_batch_size), []).append(result)
+    sentences = []
+    for (model, plain), group in groups.items():
+        largest = max(group, key=lambda result: result.batch_size)
+        fastest = max(group, key=lambda result: result.speed_vs_plain or 0.0)
+        sentences.append(
+            f"{model}: within the peak of a plain step at batch size {plain} ({_size(largest.peak_memory_plain_bytes)}) the "
+            f"largest batch is {largest.batch_size}, under {names[largest.job]}; the best throughput is "
+            f"{fastest.samples_per_s or 0:.1f} samples/s, {fastest.speed_vs_plain or 0:.2f} x plain's, under "
+            f"{names[fastest.job]} at batch size {fastest.batch_size}."
+        )
+    return " ".join(sentences)
+
+
 def _of_subject(subject: str, results: Sequence[RunResult]) -> str:
+    if len({result.strategy for result in results}) > 1 and (sentence := fastest_within(results)):
+        return f"{subject}: {sentence}"
     choices = [name for name in _CHOICE if len({getattr(result, name) for result in results}) > 1] or ["budget"]
     best = max(results, key=lambda result: (_saving_pct(result) or 0.0, -(result.time_overhead_pct or 0.0)))
     if (_saving_pct(best) or 0.0) < 0.5:
@@ -62,7 +87,23 @@ def _of_subject(subject: str, results: Sequence[RunResult]) -> str:
         sentence += f". Nothing that was measured saves memory within {CHEAP_PCT:.0f} % more time"
     wrong = sum(result.gradients_identical is False for result in results)
     exact = "Gradients are those of plain PyTorch to the last bit" if not wrong else f"Gradients differ in {wrong} jobs"
-    return f"{sentence}. {exact}."
+    return f"{sentence}. {exact}.{_learning(results)}"
+
+
+def _learning(results: Sequence[RunResult]) -> str:
+    """Whether training went the same way in all jobs, where it should."""
+    losses = [result.training.losses for result in results if result.training is not None]
+    same_task = len({(len(found), result.seed) for found, result in zip(losses, results, strict=False)}) == 1
+    if (
+        len(losses) < 2
+        or len(losses) < len(results)
+        or not same_task
+        or not all(r.gradients_identical for r in results)
+    ):
+        return ""
+    if len(set(losses)) == 1:
+        return f" The losses of all {len(losses[0])} training steps are the same in all {len(losses)} jobs, to the last bit."
+    return " Losses of training differ between jobs."
 
 
 def _saving_pct(result: RunResult) -> float | None:

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from recals_exp.config import PARTS, register_experiment
+from recals_exp.config import PARTS, experiment_files, register_experiment
 from recals_exp.runconfig import ConfigError
 from recals_exp.sweeps import find_resumable, settings_of_jobs
 
@@ -41,6 +41,8 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
                 for item in value.split(",")
             )
             argument = f"{key}={','.join(names)}"
+        elif key.lstrip("+") == "experiment" and value in experiment_files:
+            register_experiment(experiment_files[value])  # last, so that the points of its sweep are its own
         overrides.append(argument)
     if _ASKS.isdisjoint(options):
         options, overrides = _repeat(options, overrides)  # first: an earlier command is known by its seeds

@@ -57,6 +57,16 @@ def _of_job(result: RunResult) -> Iterator[str]:
         and not result.cache.dropped_values
     ):
         yield f"nothing was dropped: a limit of {limit} bytes holds all that the step caches"
+    if result.strategy == "offload" and result.device == "cpu" and result.status == OK:
+        yield "on the CPU there is no other memory to move to: offload saves nothing here"
+    own = result.baseline
+    if own is not None and result.peak_memory_bytes is not None:
+        bits = "the same" if own.gradients_identical else "NOT the same"
+        yield (
+            f"against its own baseline ({own.name}): {own.time_overhead_pct:+.1f} % time, a peak of "
+            f"{result.peak_memory_bytes / 2**20:.1f} MiB instead of {own.peak_memory_bytes / 2**20:.1f} MiB, gradients {bits} to "
+            "the last bit"
+        )
     yield from result.notes
 
 

@@ -150,8 +150,36 @@ def register_experiment(path: Path) -> str:
     if not isinstance(node, DictConfig):
         raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
     experiment_files[path.stem] = path
+    points = node.pop("points", None)
+    if points is not None:
+        _register_points(path, points)
+        OmegaConf.update(node, "hydra.mode", "MULTIRUN", force_add=True)
+        OmegaConf.update(node, "hydra.sweeper.params.point", ",".join(map(str, points)), force_add=True)
     ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
     return path.stem
+
+
+def _register_points(path: Path, points: Any) -> None:
+    """Jobs that differ in several keys at once: each point of an experiment becomes a choice of the group ``point``.
+
+    Why: a sweep of Hydra's is a product of lists, and a budget means nothing to most strategies.
+    """
+    if not isinstance(points, DictConfig):
+        raise ConfigError(
+            f"experiment={path}: points must hold NAME: OVERRIDES lines, as in  half: strategy=recals budget=0.5"
+        )
+    for key_of_point, text in points.items():
+        name = str(key_of_point)
+        node = OmegaConf.create({"defaults": []})
+        for override in str(text).split():
+            key, is_given, value = override.partition("=")
+            if not is_given:
+                raise ConfigError(f"experiment={path}: points.{name} holds {override!r}, which is not KEY=VALUE")
+            if key in (*PARTS, *NAMED):
+                node.defaults.append({f"override /{key}": value})
+            else:
+                OmegaConf.update(node, key, yaml.safe_load(value), force_add=True)
+        ConfigStore.instance().store(group="point", name=name, node=node, package="_global_")
 
 
 def to_run_config(settings: DictConfig, choices: Mapping[str, Any]) -> RunConfig:

@@ -76,10 +76,10 @@ def profile_training_step(
 
 
 def measured_peak_bytes(
-    step: TrainStep, state: StartingState, strategy: Strategy, limit_bytes: int, batch: tuple[Tensor, Tensor]
+    step: TrainStep, state: StartingState, strategy: Strategy, limit: float | None, batch: tuple[Tensor, Tensor]
 ) -> int:
     """The real peak of a step under the strategy within a limit, as a run reports it. Its first step may plan."""
-    bound = strategy.bind(step.model, limit_bytes)
+    bound = strategy.bind(step.model, limit)
     state.restore()
     step(bound, *batch)
     state.restore()

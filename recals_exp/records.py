@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from recals_exp.stagerecords import StagesRecord
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raised when a field is added, removed or changes its meaning."""
 
 RESULT_FILE = "result.json"
@@ -199,6 +199,16 @@ class BaselineRecord:
 
 
 @dataclass(frozen=True)
+class BatchSearchRecord:
+    """How the largest batch within plain's peak was found; the record's own fields are of the step at that batch."""
+
+    plain_batch_size: int  # whose plain step sets the peak, and is the partner of the timed pairs
+    target_peak_bytes: int
+    too_large: int | None  # the smallest batch that was seen not to fit; None: all that were tried fit
+    tries: tuple[tuple[int, ...], ...]  # (batch size, peak in bytes; 0: out of memory) in the order of measuring
+
+
+@dataclass(frozen=True)
 class EnvironmentRecord:
     """What the numbers were measured on."""
 
@@ -257,6 +267,8 @@ class RunResult:
     parity: ParityRecord | None = None
     training: TrainingRecord | None = None
     strategy_says: StrategyRecord | None = None
+    batch_search: BatchSearchRecord | None = None
+    planning_s: float | None = None  # to plan the step and to price the plan; None for policies that plan nothing
     baseline: BaselineRecord | None = None  # None: the strategy's baseline is plain eager PyTorch
     environment: EnvironmentRecord | None = None
     stages: StagesRecord | None = None  # of a pipeline

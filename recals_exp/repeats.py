@@ -37,6 +37,8 @@ class Point:
             "step_time_s",
             "time_overhead_pct",
             "recompute_flops_pct",
+            "samples_per_s",
+            "speed_vs_plain",
             "predicted_overhead_pct",
         )
         most = ("peak_memory_plain_bytes", "peak_memory_bytes", "cache_peak_bytes", "cache_total_bytes")

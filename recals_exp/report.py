@@ -4,8 +4,8 @@
     python -m recals_exp.report sweep_a sweep_b --output both          # several sweeps in one report
 
 Written into the sweep's folder (with several: the first, or `--output`): `tradeoff.csv` and `tradeoff.json`; the figures
-`tradeoff`, `memory_timeline` and `layers`, each as `.png` and `.svg`; and `report.html`, which has it all in one file. Exit
-code 1 if a job failed, 2 if there is nothing to report.
+`tradeoff`, `pareto` (with several strategies or policies), `memory_timeline` and `layers`, each as `.png` and `.svg`; and
+`report.html`, which has it all in one file. Exit code 1 if a job failed, 2 if there is nothing to report.
 
 Rules the code follows:
 
@@ -41,6 +41,8 @@ from recals_exp.cautions import cautions
 from recals_exp.details import StepDetails
 from recals_exp.figures import png, svg, tradeoff_figure
 from recals_exp.html_page import Figure as PageFigure
+from recals_exp.pareto import labels
+from recals_exp.pareto_figure import pareto_figure
 from recals_exp.records import COLUMNS, FAILED, OK, RunResult
 from recals_exp.repeats import find_points, format_repeats
 from recals_exp.report_page import PAGE_FILE, Content, format_page
@@ -50,7 +52,7 @@ from recals_exp.step_figures import layers_figure, timeline_figure
 CSV_FILE = "tradeoff.csv"
 JSON_FILE = "tradeoff.json"
 FIGURE_FILE = "tradeoff.png"
-TIMELINE_NAME, LAYERS_NAME = "memory_timeline", "layers"
+TIMELINE_NAME, LAYERS_NAME, PARETO_NAME = "memory_timeline", "layers", "pareto"
 SERIES_COLUMNS = ("model", "dataset", "pipeline", "strategy", "policy")
 """What makes two jobs points of one curve."""
 
@@ -285,6 +287,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
     target.mkdir(parents=True, exist_ok=True)
     figures = {
         "tradeoff": tradeoff_figure(group_series(results), figure_title(results)),
+        **_pareto_figures(results),
         **_step_figures(results, folders),
     }
     (target / CSV_FILE).write_text(format_csv(results), encoding="utf-8")
@@ -306,7 +309,19 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
     return Report(target, tuple(results), {name: picture for name, (picture, _) in drawn.items()}, texts)
 
 
+def _pareto_figures(results: Sequence[RunResult]) -> dict[str, Figure]:
+    """Time against peak memory, where there is more than one way to compare."""
+    points = [point.merged for point in find_points(results)]
+    compares_batches = any(result.batch_search is not None for result in points)
+    if compares_batches or len({(result.strategy, result.policy) for result in points}) < 2:
+        return {}
+    shared = {column: {getattr(result, column) for result in points} for column in ("model", "dataset", "batch_size")}
+    about = [f"{column} {values.pop()}" for column, values in shared.items() if len(values) == 1]
+    return {PARETO_NAME: pareto_figure(points, labels(points), ", ".join(about))}
+
+
 _CAPTIONS = {
+    PARETO_NAME: "Time of a step over a plain one against the step's peak memory; the line joins what nothing measured beats.",
     "tradeoff": "Left: what a budget costs, measured in pairs with its interval, and in operations. Right: what it saves.",
     TIMELINE_NAME: "Live memory through one step, plain and under the budgets; the profiler that watches makes steps slower.",
     LAYERS_NAME: "What autograd saves for each layer.",

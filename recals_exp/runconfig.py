@@ -24,7 +24,7 @@ from typing import Any
 from recals_exp.configerror import ConfigError
 from recals_exp.pipelinespec import PipelineSpec
 
-MODES = ("run", "predict", "analyze", "dry_run")
+MODES = ("run", "predict", "analyze", "dry_run", "batch_size")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 BUDGET_FORMS = (
     "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
@@ -245,6 +245,10 @@ class RunConfig:
                 f"budget {self.budget} with strategy={self.strategy} is not allowed: {holder} holds no limit; use "
                 "strategy=recals"
             )
+        if self.budget.kind == "knee" and self.mode == "batch_size":
+            problems.append(
+                "budget=knee with mode=batch_size is not allowed: each batch has another knee; use a fraction, or null"
+            )
         if self.budget.kind == "peak" and self.mode != "run":
             problems.append(
                 f"target_peak with mode={self.mode} is not allowed: it is met by measuring; use mode=run, or leave it out"
@@ -271,6 +275,11 @@ class RunConfig:
             problems.append(
                 f"pipeline.budgets={list(self.pipeline.budgets)} with strategy=none is not allowed: plain PyTorch holds no "
                 "limit; use strategy=recals"
+            )
+        if self.mode == "batch_size":
+            problems.append(
+                f"mode=batch_size with pipeline={name} is not allowed: it searches for one model on one device; use "
+                "pipeline=none"
             )
         if self.mode == "predict":
             problems.append(

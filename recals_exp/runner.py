@@ -36,6 +36,7 @@ from torch import Tensor
 
 from recals_exp import details, records, report
 from recals_exp.baseline import compare_with_baseline
+from recals_exp.batch_search import BatchSearch, format_tries
 from recals_exp.checkpoint import Checkpoint
 from recals_exp.datasets import Batch, build_data
 from recals_exp.estimate import measure_estimate, write_estimate
@@ -113,7 +114,12 @@ class _Job:
     """The stages of one job, each a method; what they share is set in the constructor."""
 
     STAGES = 6  # beside training, warm-up, pairs and an own baseline: built, analysed, parity, predicted, memory, FLOPs
-    STAGES_ALONE: Mapping[str, int] = {"analyze": 2, "predict": 3, "dry_run": 3}  # of the modes that stop early
+    STAGES_ALONE: Mapping[str, int] = {
+        "analyze": 2,
+        "predict": 3,
+        "dry_run": 3,
+        "batch_size": 4,
+    }  # of the modes that stop early
 
     def __init__(self, config: RunConfig, base: RunResult, writer: RunWriter, progress: Progress) -> None:
         self.config = config
@@ -143,9 +149,33 @@ class _Job:
             return self.analyze(folder)
         if self.config.mode == "predict":
             return self.predict(folder)
+        if self.config.mode == "batch_size":
+            return self.find_batch()
         if self.config.mode == "dry_run":
             return self.estimate(folder)
         return self.measure(folder)
+
+    def find_batch(self) -> RunResult:
+        """The largest batch within the peak of the plain step, by measuring."""
+        step, _ = self._build()
+
+        def batch_of(size: int) -> Batch:
+            return self._on_device(next(self.data.batches(size, self.config.seed)))
+
+        def limit_of(batch: tuple[Tensor, Tensor]) -> float | None:
+            if self.strategy.budget_kind == NO_BUDGET:
+                return None
+            with step.autocast():
+                analysis = recals_with_rngs(-1).analyze(step.model, batch[0])
+            return self._choose_limit(step, Batch(*batch), analysis)
+
+        config = self.config
+        search = BatchSearch(
+            step, self.strategy, batch_of, limit_of, config.batch_size, config.seed, config.timing_pairs, self._done
+        )
+        fields = search.run()
+        log.info("peaks by batch size: %s", format_tries(fields["batch_search"]))
+        return dataclasses.replace(self.base, status=records.OK, **fields)
 
     def analyze(self, folder: Path) -> RunResult:
         """What the model caches, by layer, as a table in `folder/analysis.txt`."""
@@ -351,7 +381,12 @@ class _Job:
         elif limit_bytes is not None:
             with amid_training(step, batch, self.config.seed) as state:
                 record = self._profile(step, state, batch).record
+            started = time.perf_counter()
             predicted = predicted_overhead_pct(record, limit_bytes, self.strategy.policy)
+            if self.strategy.policy == "planned":
+                planning_s = time.perf_counter() - started
+                self.base = dataclasses.replace(self.base, planning_s=planning_s)
+                log.info("planned in %.2f s", planning_s)
             bound = Bounds(record).overhead_pct(limit_bytes)
             log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
         self._done("predicted")

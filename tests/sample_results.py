@@ -9,6 +9,7 @@ from typing import Any
 from recals_exp import records
 from recals_exp.records import (
     BaselineRecord,
+    BatchSearchRecord,
     CacheRecord,
     EnvironmentRecord,
     FlopsRecord,
@@ -23,6 +24,8 @@ from recals_exp.records import (
 from recals_exp.stagerecords import StageRecord, StagesRecord
 
 MIB = 1024**2
+BASELINE = BaselineRecord("compile without saving", 0.25, 24.0, 90 * MIB, True)
+BATCH_SEARCH = BatchSearchRecord(8, 100 * MIB, 20, ((8, 50 * MIB), (20, 101 * MIB)))
 
 
 def finished(fraction: float, **changes: Any) -> RunResult:
@@ -100,8 +103,8 @@ def finished(fraction: float, **changes: Any) -> RunResult:
                 StageRecord(1, 1, "cpu", ("c",), "none", 1, None, None, 0.1, 0.2, 0.0, 0.0, 0.3, 40.0, None),
             ),
         ),
+        "planning_s": 0.75,
         "strategy_says": StrategyRecord("an eager model", "nothing", ("blocks.0", "blocks.1")),
-        "baseline": BaselineRecord("compile without saving", 0.25, 24.0, 90 * MIB, True),
         "environment": EnvironmentRecord(
             "3.12.1", "Linux", "a processor", 2, 8 * 1024 * MIB, None, {"torch": "2.14.1"}, None
         ),

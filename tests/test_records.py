@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from sample_results import failed, finished
+from sample_results import BASELINE, BATCH_SEARCH, failed, finished
 
 from recals_exp import records
 from recals_exp.records import COLUMNS, PhaseTimes, RunResult
@@ -52,7 +52,11 @@ def test_columns_are_the_documented_ones_and_the_first_fields() -> None:
     assert list(finished(0.25).row()) == DOCUMENTED_COLUMNS
 
 
-@pytest.mark.parametrize("result", [finished(0.125), finished(1.0), failed()], ids=["budget", "no drop", "failed"])
+@pytest.mark.parametrize(
+    "result",
+    [finished(0.125), finished(1.0), failed(), finished(0.5, baseline=BASELINE, batch_search=BATCH_SEARCH)],
+    ids=["budget", "no drop", "failed", "others"],
+)
 def test_json_round_trip_is_exact(result: RunResult, tmp_path: Path) -> None:
     assert records.from_json(records.to_json(result)) == result
     records.save(result, tmp_path)
@@ -63,7 +67,7 @@ def test_json_round_trip_is_exact(result: RunResult, tmp_path: Path) -> None:
 def test_sample_fills_every_optional_field() -> None:
     """Else the round trip would prove nothing about the fields left out."""
     empty = [name for name, value in vars(finished(0.5)).items() if value is None]
-    assert sorted(empty) == ["autocast", "error"]
+    assert sorted(empty) == ["autocast", "baseline", "batch_search", "error"]  # two of them in "others" above
 
 
 def test_whole_numbers_stay_floats_where_the_field_is_one() -> None:
@@ -96,7 +100,7 @@ def test_unknown_and_missing_fields_are_all_named() -> None:
         (("memory",), 3, r"memory must be an object with the fields of MemoryRecord, got 3"),
         (("environment", "packages"), [], r"environment\.packages must be an object, got \[\]"),
         (("status",), "great", r"status is 'great'; it must be one of ok, failed, running"),
-        (("format_version",), 99, r"format_version 99, this version reads 4"),
+        (("format_version",), 99, r"format_version 99, this version reads 5"),
     ],
 )
 def test_wrong_types_are_refused_by_path(path: tuple[str, ...], value: object, message: str) -> None:

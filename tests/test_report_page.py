@@ -46,7 +46,8 @@ def test_the_answer_names_what_to_choose_and_its_cost() -> None:
     assert answer(results) == (
         "mlp_chain: budget 0.125 needs the least memory: the step peaks at 44.0 MiB where plain takes 100.0 MiB (56 % less), "
         "for 117.2 % more time [115.2, 119.7]. Within 10 % more time the best is budget 0.75: 16 % less memory for 6.1 % more "
-        "time [4.1, 8.6]. Gradients are those of plain PyTorch to the last bit."
+        "time [4.1, 8.6]. Gradients are those of plain PyTorch to the last bit. "
+        "The losses of all 3 training steps are the same in all 3 jobs, to the last bit."
     )
     assert "Nothing that was measured saves memory within 10 % more time" in answer([finished(0.125)])
     same = finished(0.5, peak_memory_bytes=100 * MIB)
@@ -183,3 +184,12 @@ def test_the_page_in_a_real_browser(sweep: Path) -> None:
         assert all(url.startswith("file:") for url in requests)
         if target := os.environ.get("RECALS_EXP_SCREENSHOTS"):  # for a look by eye
             page.screenshot(path=f"{target}/report.png", full_page=True)
+
+
+def test_the_answer_says_whether_training_went_the_same_way() -> None:
+    same = answer([finished(0.25), finished(0.5)])
+    assert same.endswith("The losses of all 3 training steps are the same in all 2 jobs, to the last bit.")
+    other = dataclasses.replace(finished(0.5).training, losses=(2.3, 1.9, 0.3))
+    assert answer([finished(0.25), finished(0.5, training=other)]).endswith("Losses of training differ between jobs.")
+    assert "training" not in answer([finished(0.25), finished(0.5, training=None)])
+    assert "training" not in answer([finished(0.25), finished(0.5, gradients_identical=False, training=other)])

@@ -67,7 +67,7 @@ def test_every_column_of_a_finished_job_is_filled(results: dict[str, RunResult])
         *of_pipelines,
     ]
     empty = [name for name, value in vars(results["0.5"]).items() if value is None]
-    assert empty == ["error", *of_pipelines, "autocast", "baseline", "stages"]
+    assert empty == ["error", *of_pipelines, "autocast", "batch_search", "planning_s", "baseline", "stages"]
 
 
 def test_the_limit_is_the_fraction_of_the_total_and_is_kept(results: dict[str, RunResult]) -> None:
