@@ -10,6 +10,7 @@ active (``FlopCounterMode`` counts re-run work like any other; ``docs/engine.md`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -107,6 +108,8 @@ def _put_back(stack: list[Any]) -> None:
         _push_on_torch_dispatch_stack(mode)
 
 
+_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # names, or Python would multiply them once and for all
+
 Setting = tuple[Callable[[], Any], Callable[[Any], None]]
 
 # Wider ones first: a narrower one that was never set follows the wider, so writing it would be one write too many.
@@ -131,7 +134,8 @@ def _settings() -> dict[str, Setting]:
             ),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
-        "threads": (torch.get_num_threads, torch.set_num_threads),  # reductions split by it
+        "threads": (torch.get_num_threads, torch.set_num_threads),  # loops split by it
+        "flush denormals": (flushes_denormals, _set_flush_denormals),
         "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
         "mkldnn deterministic": (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
         # set before the precisions of the backends, which it overwrites
@@ -148,6 +152,15 @@ def _settings() -> dict[str, Setting]:
     return found
 
 
+def flushes_denormals() -> bool:
+    """Whether this thread's arithmetic takes denormal numbers for 0 (PyTorch has a setter only)."""
+    return _SMALLEST_NORMAL * _HALF == 0.0
+
+
+def _set_flush_denormals(value: bool) -> None:
+    torch.set_flush_denormal(value)
+
+
 def _matmul_precision() -> str:
     try:
         return torch._C._get_float32_matmul_precision()
@@ -159,7 +172,7 @@ _SETTINGS = _settings()
 
 
 def kernel_choices() -> Callable[[], tuple[Any, ...]]:
-    """A cheap reader of what people change in the middle of a forward pass, other than the default dtype."""
+    """A reader of the backends' settings that people change in the middle of a forward pass."""
     names = ["mkldnn", "mkldnn matmul precision"]
     if torch.cuda.is_available():
         names += ["cuda matmul precision", "cuda conv precision", "cudnn", "cudnn benchmark", "cudnn deterministic"]

@@ -88,6 +88,9 @@ class Measuring(Policy):
         self.live_bytes = self.peak_bytes = self.largest_bytes = self.n_values = 0
         self.layers: dict[str, list[Any]] = {}  # name -> [type, bytes, values, is leaf, largest value]
 
+    def anew(self) -> Measuring:
+        return Measuring()
+
     def keeps(self, cache: Cache, value: Value) -> bool:
         modules = modules_in_flight()
         name = layer_name(modules) or _OUTSIDE

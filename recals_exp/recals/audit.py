@@ -14,21 +14,20 @@ one more forward for the audited call, plus a checksum of every op's inputs, and
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _DisableTorchDispatch
 from torch._ops import OpOverload
 
+from .contents import checksum, copy_of, same_bytes
 from .facts import OpFacts, all_tensors
 from .graph import Value
 from .layers import layer_name, modules_in_flight
 from .randomness import default_generator, generators_restored
-from .recorder import NO_STORAGE, Recorder, copy_of, count_writes
+from .recorder import NO_STORAGE, Recorder, count_writes
 from .sizes import format_bytes
 from .tape import Source, TensorOp, TensorValue
 
@@ -97,7 +96,7 @@ class Auditor(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = self.facts_of(func) if isinstance(func, OpOverload) else None
-        if facts is None or facts.is_view or facts.is_allocation or types:
+        if facts is None or facts.is_view or facts.is_allocation or types or not _has_bytes((args, kwargs)):
             return super().__torch_dispatch__(func, types, args, kwargs)
         storages = _storages((args, kwargs))
         for storage in storages:
@@ -170,7 +169,8 @@ class Auditor(Recorder):
         wanted: list[Value] = [value for value, _ in made.values()]
         replayer = self.owner.replayer
         flops = replayer.flops
-        with generators_restored(states), replayer.replaying(observed=False):
+        # the lock: another thread's backward may be replaying
+        with self.cache.lock, generators_restored(states), replayer.replaying(observed=False):
             for device, state in states.items():
                 default_generator(device).set_state(state)  # type: ignore[union-attr]
             again = replayer.run(op, env, wanted, set())
@@ -180,7 +180,7 @@ class Auditor(Recorder):
         self.value_bytes += sum(value.nbytes for value in wanted)
         clean = True
         for (value, storage), rebuilt in zip(made.values(), again, strict=True):
-            if value.index not in facts.unspecified and not _same_bytes(storage, rebuilt):
+            if value.index not in facts.unspecified and not same_bytes(storage, rebuilt):
                 self._pin(value, storage, NOT_REPRODUCED)
                 clean = False
         return clean
@@ -209,7 +209,7 @@ class Auditor(Recorder):
                 storage = tensor.untyped_storage()
             except NO_STORAGE:
                 continue
-            if id(storage) in declared or _same_bytes(storage, before[id(storage)]):
+            if id(storage) in declared or same_bytes(storage, before[id(storage)]):
                 continue
             clean = False
             facts.learned_writes.add(position)
@@ -235,7 +235,7 @@ class Auditor(Recorder):
         known = self._checksums.get(id(storage))
         if value is None or known is None or known[0] is not value.pin or known[1] != value.pin.version:
             return
-        if _checksum(storage) == known[2]:
+        if checksum(storage) == known[2]:
             return
         del self._checksums[id(storage)]
         if type(value) is TensorValue:
@@ -254,13 +254,17 @@ class Auditor(Recorder):
             return
         known = self._checksums.get(id(storage))
         if known is None or known[0] is not value.pin or known[1] != value.pin.version:
-            self._checksums[id(storage)] = (value.pin, value.pin.version, _checksum(storage))
+            self._checksums[id(storage)] = (value.pin, value.pin.version, checksum(storage))
 
     def _pin(self, value: TensorValue, storage: UntypedStorage, reason: str) -> None:
         producer = value.producer
         assert isinstance(producer, TensorOp)
-        self.owner.pin_results(producer.func, self._find(producer.name(), reason, value.nbytes))
+        layer = self._find(producer.name(), reason, value.nbytes)
+        self.owner.pin_results(producer.func, layer, is_unguarded=reason == WRITTEN_OUTSIDE)
         self.storage_written_outside(storage)
+        latest = self.registry[id(storage)]
+        if isinstance(latest, Source) and reason == WRITTEN_OUTSIDE:
+            latest.is_unguarded = True
 
     def _find(self, op: str, reason: str, nbytes: int) -> str:
         layer = layer_name(modules_in_flight())
@@ -273,6 +277,11 @@ class Auditor(Recorder):
         return layer
 
 
+def _has_bytes(tree: Any) -> bool:
+    """Whether there is anything to compare: not with meta tensors."""
+    return not any(tensor.is_meta for tensor in all_tensors(tree))
+
+
 def _storages(tree: Any) -> list[UntypedStorage]:
     """The storages of the tensors in a tree, each once."""
     found: dict[int, UntypedStorage] = {}
@@ -283,26 +292,3 @@ def _storages(tree: Any) -> list[UntypedStorage]:
             continue
         found[id(storage)] = storage
     return list(found.values())
-
-
-def _as_bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _same_bytes(a: UntypedStorage, b: UntypedStorage) -> bool:
-    with _DisableTorchDispatch():  # other recorders may be active around this one
-        return a.nbytes() == b.nbytes() and torch.equal(_as_bytes(a), _as_bytes(b))
-
-
-def _checksum(storage: UntypedStorage) -> int:
-    if storage.device.type == "meta":
-        return 0
-    with _DisableTorchDispatch():
-        return _checksum_of_bytes(storage)
-
-
-def _checksum_of_bytes(storage: UntypedStorage) -> int:
-    if storage.device.type == "cpu":
-        return zlib.crc32(_as_bytes(storage).numpy().data)
-    words = _as_bytes(storage)[: storage.nbytes() // 8 * 8].view(torch.int64)
-    return int(torch.hash_tensor(words)) if len(words) else 0

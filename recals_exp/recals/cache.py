@@ -12,8 +12,8 @@ up costs. The policy decides, the cache does and counts. Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,7 +117,8 @@ class Cache:
         with self.lock:
             if self.trace is not None:
                 self.trace.append(("fetch", value, ""))
-            payload = value.bytes()
+            # What cannot be rebuilt is read as it is now, like plain PyTorch reads it.
+            payload = value.payload if value.pinned and value.payload is not None else value.bytes()
             if payload is None:
                 return self._rebuild(value)
             if self._watcher is not None:
@@ -271,7 +272,13 @@ class Cache:
         made: set[Value] = set()
         targets = dict.fromkeys(self.policy.targets(self, missed))
         targets[missed] = None
-        env, tape = self.schedule(targets)
+        try:
+            env, tape = self.schedule(targets)
+        except RecalsError:
+            # Something to rebuild along with it lost its sources (the graph of an earlier step, say): nobody has asked yet.
+            targets = dict.fromkeys(self._possible(targets))
+            targets[missed] = None
+            env, tape = self.schedule(targets)
         working_before = self.working_bytes
         outer, self.busy = self.busy, env
         discards, self.discard_after_schedule = self.discard_after_schedule, []
@@ -322,6 +329,12 @@ class Cache:
             self.recomputed_values += 1
         if not (self.policy.keeps_rebuilt(self, value, is_target) and self.hold(value, payload)):
             self._work(value.nbytes)
+
+    def _possible(self, targets: Iterable[Value]) -> Iterator[Value]:
+        for value in targets:
+            with suppress(RecalsError):
+                self.schedule((value,))
+                yield value
 
     def schedule(self, targets: Iterable[Value]) -> tuple[dict[Value, Any], list[tuple[Op, list[Value]]]]:
         """What rebuilding ``targets`` takes.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import suppress
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from torch import nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 
 from .errors import RecalsWarning, UnsupportedError
+
+_LOOKED_AT = 100  # items, in search of the modules behind a callable
 
 
 def call_key(fn: Any) -> Any:
@@ -21,6 +27,31 @@ def call_key(fn: Any) -> Any:
     except TypeError:
         return type(key)
     return key
+
+
+def audit_keys(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+    """What an audit of this call covers: the callable, and the modules it closes over or is given."""
+    keys = [call_key(fn)]
+    seen: list[Any] = []
+    stack: list[Any] = [fn, *args]
+    while stack and len(seen) < _LOOKED_AT:
+        item = stack.pop()
+        seen.append(item)
+        if isinstance(item, nn.Module):
+            keys.append(item)
+        elif isinstance(item, partial):
+            stack += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, MethodType):
+            stack += [item.__self__, item.__func__]
+        elif isinstance(item, (list, tuple)):
+            stack += item
+        elif isinstance(item, FunctionType):
+            keys.append(item.__code__)
+            stack += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            for cell in item.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    stack.append(cell.cell_contents)
+    return keys
 
 
 def check_supported(fn: Any) -> None:
@@ -45,6 +76,27 @@ def check_supported(fn: Any) -> None:
             "use torch.compile's own activation_memory_budget.",
             RecalsWarning,
             stacklevel=5,
+        )
+
+
+def check_modes() -> None:
+    """Refuse to work on fake tensors."""
+    if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+        raise UnsupportedError(
+            "recals was called under FakeTensorMode (torch.export and shape propagation use it): fake tensors have no bytes "
+            "to hold or drop. Call the function without recals there."
+        )
+
+
+def check_ran(out: Any) -> None:
+    """Refuse what has returned before it ran."""
+    if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+        kind = type(out).__name__
+        if isinstance(out, CoroutineType):
+            out.close()
+        raise UnsupportedError(
+            f"the function returned a {kind}: its body runs after the call, where nothing holds its cache to the limit. Wrap the "
+            "calls inside it instead."
         )
 
 

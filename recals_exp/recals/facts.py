@@ -57,6 +57,9 @@ _NOT_REPLAYABLE = frozenset(
 # Pointwise ops that still run by oneDNN or natively, as the settings say.
 _POINTWISE_BY_CHOICE = frozenset({"gelu", "gelu_", "gelu_backward"})
 
+# These write lists of tensors, and plain PyTorch moves no counter either.
+_NEVER_COUNTED = ("_fused_", "_amp_foreach_non_finite_check_and_unscale_")
+
 _MAKES_COMPLEX = frozenset({"_fft_r2c", "complex", "polar", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"})
 _UNSPECIFIED = {"mkldnn_rnn_layer": frozenset({3}), "_cudnn_rnn": frozenset({3}), "miopen_rnn": frozenset({3})}
 
@@ -113,10 +116,13 @@ class OpFacts:
     is_view: bool  # every result only views an argument, nothing is written
     writes: tuple[tuple[int, str, bool], ...]  # (position, name, is an out= argument) of each declared write
     makes_complex: bool  # complex results from real arguments
-    writes_lists: bool  # some written argument is a list of tensors (foreach ops)
+    writes_uncounted: (
+        bool  # some written argument is a list of tensors, whose counters no mode sees moved (foreach ops)
+    )
     hidden_writes: Callable[[Any, Any], tuple[Any, ...]] | None  # written undeclared, and nothing else depends on them
     is_random: bool
     is_allocation: bool
+    is_zeros: bool  # makes a tensor without memory
     overwrites: bool  # the written argument's old content is not read
     is_foreign: bool  # not PyTorch's own: believed only after an audit
     is_replayable: bool
@@ -131,6 +137,7 @@ class OpFacts:
     was_watched: bool = False  # an audit has watched a foreign op run: its writes are known
     reproduces: bool = False  # an audit has run a foreign op twice
     pinned_layers: set[str] = field(default_factory=set)  # where an audit saw results that do not reproduce
+    unguarded_layers: set[str] = field(default_factory=set)  # of them, where others wrote the results afterwards
 
     def written_tensors(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
         """The tensors this call writes, declared or hidden, each with whether anything depends on its old content."""
@@ -183,10 +190,12 @@ def learn(func: Any) -> OpFacts:
         is_view=is_view,
         writes=writes,
         makes_complex=base in _MAKES_COMPLEX,
-        writes_lists=any("List" in str(schema.arguments[i].type) for i, _, _ in writes),
+        writes_uncounted=any("List" in str(schema.arguments[i].type) for i, _, _ in writes)
+        and not base.startswith(_NEVER_COUNTED),
         hidden_writes=_HIDDEN_WRITES.get(base) if namespace == "aten" else None,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_allocation=namespace == "aten" and base in _ALLOCATIONS,
+        is_zeros=base == "_efficientzerotensor",
         overwrites=base in _OVERWRITES,
         is_foreign=namespace not in _NATIVE_NAMESPACES,
         has_fresh_results=any(r.alias_info is None for r in returns),
@@ -203,6 +212,7 @@ def learn(func: Any) -> OpFacts:
         or facts.may_write
         or facts.is_random
         or facts.is_allocation
+        or facts.is_zeros
         or facts.is_factory
         or facts.is_foreign
         or facts.makes_complex

@@ -57,9 +57,10 @@ class SavedGenerators:
     its result is held instead.
     """
 
-    __slots__ = ("_accelerators", "_cpu", "_indices")
+    __slots__ = ("_accelerators", "_cpu", "_indices", "gpu_devices")
 
     def __init__(self, gpu_devices: GpuDevices) -> None:
+        self.gpu_devices = gpu_devices
         self._cpu = self._accelerators = False
         self._indices: frozenset[int] = frozenset()
         if isinstance(gpu_devices, str):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import saved_tensors_hooks
 
 from .analysis import Analysis, Measuring, module_state_restored
 from .audit import Auditor, AuditReport
 from .cache import Cache, Stats
-from .door import call_key, check_supported, refuse_function_transforms
+from .door import audit_keys, check_modes, check_ran, check_supported, refuse_function_transforms
 from .errors import CacheLimitError, SizeError
 from .facts import OpFacts
 from .graph import Value
 from .handles import unpack
+from .optimizers import watch_fused_steps
 from .policies import POLICIES, Fifo, Policy, StepPolicy, make_policy
 from .prediction import Prediction, predict, profile_call
 from .profiling import profile_step
@@ -53,7 +56,13 @@ class Recals:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.generators = SavedGenerators(gpu_devices)
         self.registry: Registry = {}
-        self.next_seq = 0  # of the next op on the tape
+        self.sequence = itertools.count()  # places on the tape
+        self.running: set[int] = set()  # sessions whose call has not returned
+        watch_fused_steps(self)
+
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, has the settings and an empty cache."""
+        return Recals, (self.cache_limit_bytes, self.generators.gpu_devices, self.cache.policy.anew(), self.audit_when)
 
     @property
     def cache_limit_bytes(self) -> int | None:
@@ -80,19 +89,22 @@ class Recals:
             CacheLimitError: one saved value alone is above the limit; names the layer, its bytes, and the smallest limit
                 with which the call works.
         """
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return fn(*args, **kwargs)
         cache = self.cache
+        if (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and not cache.live:
+            return fn(*args, **kwargs)  # nothing to save, and nobody who may have to rebuild from what it writes
+        check_modes()
         stepper = cache.policy if isinstance(cache.policy, StepPolicy) else None
         if stepper is not None and not cache.live and not cache.calls_running:
-            stepper.began(cache, step_key(fn, args, kwargs), self.next_seq)
+            stepper.began(cache, step_key(fn, args, kwargs), next(self.sequence) + 1)
         session = Session()
         self.cache.peak_pinned_bytes = self.cache.pinned_bytes
-        recorder = self._recorder(fn, session)
+        recorder = self._recorder(fn, args, session)
         cache.calls_running += 1
+        self.running.add(session.serial)
         try:
             with saved_tensors_hooks(recorder.pack, unpack), recorder:
                 out = fn(*args, **kwargs)
+            check_ran(out)
             if stepper is not None:
                 stepper.returned(self._values_of(out))
         except RuntimeError as error:
@@ -100,6 +112,7 @@ class Recals:
             raise
         finally:
             cache.calls_running -= 1
+            self.running.discard(session.serial)
             cache.maybe_ended()
         recorder.finish()
         limit, largest, layer = self.cache.limit_bytes, session.largest_bytes, session.largest_layer
@@ -111,13 +124,14 @@ class Recals:
     def _values_of(self, out: Any) -> list[Value]:
         """The values that the outputs of a call hold."""
         found: list[Value] = []
-        for tensor in output_tensors(out):
-            try:
-                value = self.registry.get(id(tensor.untyped_storage()))
-            except NO_STORAGE:
-                continue
-            if type(value) is TensorValue:
-                found.append(value)
+        with DisableTorchFunctionSubclass():  # a subclass of the program's must not notice
+            for tensor in output_tensors(out):
+                try:
+                    value = self.registry.get(id(tensor.untyped_storage()))
+                except NO_STORAGE:
+                    continue
+                if type(value) is TensorValue:
+                    found.append(value)
         return found
 
     def analyze(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Analysis:
@@ -144,7 +158,7 @@ class Recals:
             with saved_tensors_hooks(auditor.pack, unpack), auditor:
                 fn(*args, **kwargs)
             auditor.finish()
-        self._seen.add(call_key(fn))
+        self._seen.update(audit_keys(fn, args))
         return auditor.report()
 
     def profile(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TapeRecord:
@@ -181,20 +195,22 @@ class Recals:
 
     def _learn(self, fn: Any, args: Any, kwargs: Any) -> None:
         """What the first limited call of ``fn`` would find out about its ops."""
-        if self.audit_when != "off" and call_key(fn) not in self._seen:
+        if self.audit_when != "off" and not self._seen.issuperset(audit_keys(fn, args)):
             self.audit(fn, *args, **kwargs)
 
-    def pin_results(self, func: Any, layer: str) -> None:
-        """Hold the results of ``func`` in ``layer`` from now on."""
+    def pin_results(self, func: Any, layer: str, is_unguarded: bool = False) -> None:
+        """Hold the results of ``func`` in ``layer`` from now on; unguarded ones are written by others, too."""
         facts = self.facts[func]
         facts.pinned_layers.add(layer)
+        if is_unguarded:
+            facts.unguarded_layers.add(layer)
         facts.is_simple = False
 
-    def _recorder(self, fn: Any, session: Session) -> Recorder:
-        key = call_key(fn)
-        is_new = key not in self._seen
+    def _recorder(self, fn: Any, args: tuple[Any, ...], session: Session) -> Recorder:
+        keys = audit_keys(fn, args)
+        is_new = not self._seen.issuperset(keys)
         if is_new:
-            self._seen.add(key)
+            self._seen.update(keys)
             check_supported(fn)
         # Without a limit nothing is ever re-run.
         if self.cache.limit_bytes is not None and (

@@ -9,6 +9,7 @@ demands it. ``benchmarks/record_overhead.py`` measures it.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +21,8 @@ from torch._C import _DisableTorchDispatch
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from .ambient import Ambient, RecorderMode, kernel_choices, lazy_bits_resolved
+from .ambient import Ambient, RecorderMode, flushes_denormals, kernel_choices, lazy_bits_resolved, share_version
+from .contents import copy_of
 from .facts import OpFacts, all_tensors, learn
 from .graph import Value
 from .handles import Handle, LeafHandle
@@ -32,11 +34,14 @@ if TYPE_CHECKING:
     from .recals import Recals
 
 _SERIAL = itertools.count()
+_UNPLACED = -1  # an op gets its place on the tape when it has made something
 _NO_KWARGS: dict[str, Any] = {}
 # Bare getters: they run once per op.
 _is_grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
+_num_threads = torch.get_num_threads
 _kernel_choices = kernel_choices()
+_NORMAL, _HALF = sys.float_info.min, 0.5  # ``flushes_denormals`` in line
 NO_STORAGE = (NotImplementedError, RuntimeError)  # what ``untyped_storage`` raises on sparse and other layouts
 
 
@@ -89,9 +94,10 @@ class Recorder(RecorderMode):
         self.cache = owner.cache
         self.registry: Registry = owner.registry
         self.facts = owner.facts
-        self._dtype, self._choices = _default_dtype(), _kernel_choices()
+        self._note_settings()
+        self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
-        self._blanks: list[tuple[Source, UntypedStorage]] = []  # read by the op that is being recorded
+        self._blanks: list[tuple[Source, UntypedStorage, Tensor | None]] = []  # read by the op that is being recorded
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
 
     # -- ops ----------------------------------------------------------------------------------------------------
@@ -107,8 +113,14 @@ class Recorder(RecorderMode):
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
                 return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
-        if _default_dtype() is not self._dtype or (facts.picks_kernels and _kernel_choices() != self._choices):
-            self._settings_changed()  # in the middle of the call
+        if (
+            _default_dtype() is not self._dtype
+            or _num_threads() != self._threads
+            or (_NORMAL * _HALF == 0.0) is not self._flushes
+            or (facts.picks_kernels and _kernel_choices() != self._choices)
+        ):  # in the middle of the call
+            self._note_settings()
+            self.session.ambient = Ambient()
         inputs: dict[Value, None] = {}
         recorded: list[Any] = []
         registry, serial = self.registry, self.session.serial
@@ -116,7 +128,7 @@ class Recorder(RecorderMode):
             if type(arg) is Tensor:  # ``_argument`` in line, for the commonest case
                 try:
                     value = registry[id(arg.untyped_storage())]
-                    if type(value) is TensorValue and value.pin.session == serial:
+                    if type(value) is TensorValue and value.pin.session == serial and arg._version == value.count:
                         ref = Ref(value, arg)
                         inputs[value] = None
                         if ref.is_complex:
@@ -130,18 +142,16 @@ class Recorder(RecorderMode):
         if not facts.is_simple or self._blanks or self._is_complex:
             return self._peculiar(func, facts, args, kwargs or {}, inputs, recorded, recorded_kwargs)
         out = func._op(*args, **kwargs) if kwargs else func._op(*args)
-        owner = self.owner
-        seq = owner.next_seq
-        owner.next_seq = seq + 1
         op = TensorOp(
-            seq, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
+            _UNPLACED, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
         )
         self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
         return out
 
-    def _settings_changed(self) -> None:
-        self._dtype, self._choices = _default_dtype(), _kernel_choices()
-        self.session.ambient = Ambient()
+    def _note_settings(self) -> None:
+        self._dtype, self._threads = _default_dtype(), _num_threads()
+        self._flushes = flushes_denormals()
+        self._choices = _kernel_choices()
 
     def facts_of(self, func: OpOverload) -> OpFacts:
         facts = self.facts.get(func)
@@ -155,17 +165,24 @@ class Recorder(RecorderMode):
             try:
                 storage = arg.untyped_storage()
             except NO_STORAGE:
-                return Constant(arg.detach())
-            if arg.is_nested:
-                return Constant(arg.detach())
+                return Constant(share_version(arg))
+            if arg.is_nested or arg.is_quantized or (self._has_zeros and arg._is_zerotensor()):
+                return Constant(share_version(arg))
             value = self.registry.get(id(storage))
             if value is None:
                 value = self._new_source(storage, is_leaf=True)
-            elif value.pin.session != self.session.serial:
-                self.session.touch(value.pin)
+            else:
+                if type(value) is TensorValue:
+                    value = self._as_it_is(value, arg, storage)
+                if value.pin.session != self.session.serial:
+                    self.session.touch(value.pin)
             if type(value) is Source:
+                if (value.guard is not None or value.is_unguarded) and value.is_stale:
+                    value = self._renewed(value, storage)
                 if value.guard is None:
                     self._first_read(value, arg, storage)
+                elif value.reader is None or value.reader() is not arg:
+                    value.watch_also(arg)
                 value.reads += 1
             inputs[value] = None
             ref = Ref(value, arg)
@@ -181,11 +198,33 @@ class Recorder(RecorderMode):
             return self._argument(arg.as_subclass(Tensor), inputs)
         return arg
 
+    def _as_it_is(self, value: TensorValue, tensor: Tensor, storage: UntypedStorage) -> TensorValue | Source:
+        """What the storage of ``value`` holds: something else, if it was written where no recorder saw it."""
+        count = version_of(tensor)
+        if value.count is None or count is None:
+            value.count = count
+            return value
+        if count == value.count or value.pin.is_split:
+            return value
+        if value.pin.session in self.owner.running:
+            self.storage_written_outside(storage)
+        else:  # an output of an earlier call, edited since: an input of this one, like any other
+            self._renewed(value, storage, is_leaf=True)
+        return self.registry[id(storage)]
+
+    def _renewed(self, old: TensorValue | Source, storage: UntypedStorage, is_leaf: bool | None = None) -> Source:
+        """The program wrote here: another version, for those who read from now on."""
+        old.pin.version += 1
+        new = Source(storage, old.pin, old.is_leaf if isinstance(old, Source) else bool(is_leaf))
+        new.is_unguarded = isinstance(old, Source) and old.is_unguarded
+        self.registry[id(storage)] = new
+        return new
+
     def _first_read(self, value: Source, tensor: Tensor, storage: UntypedStorage) -> None:
         if value.is_leaf:
             value.watch(tensor)
         elif value.is_blank:
-            self._blanks.append((value, storage))
+            self._blanks.append((value, storage, None if value.is_unguarded else share_version(tensor)))
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
@@ -196,22 +235,29 @@ class Recorder(RecorderMode):
             except NO_STORAGE:
                 continue  # sparse and the like: recorded as a constant where it is used
             key = id(storage)
-            if key in registry or tensor.is_nested:
-                continue  # a view of an argument, or the written argument itself
+            if tensor.is_nested:
+                continue
+            if key in registry:  # a view of an argument, or the written argument itself
+                if not op.facts.writes:
+                    registry[key].pin.is_split = True
+                continue
+            if tensor.is_quantized or (self._has_zeros and tensor._is_zerotensor()):
+                continue  # constants, too
             pin = Pin(storage, forget)
             pin.key = key
             pin.registry = registry
+            pin.is_split = False
             pin.version = 0
             pin.users = 1
             pin.session = session.serial
             session.pins.append(pin)
-            registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0)
+            registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, version_of(tensor))
             op.outs.append((tensor.shape, tensor.dtype))
             made = True
-        if not made:
-            self.owner.next_seq = min(self.owner.next_seq, op.seq)
-        elif self.cache.trace is not None:
-            self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
+        if made:
+            op.seq = next(self.owner.sequence)
+            if self.cache.trace is not None:
+                self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
         if self._saved_blanks:
             self.settle()
 
@@ -246,7 +292,7 @@ class Recorder(RecorderMode):
             self._keep_blanks(facts, writes, written, replayable)
         is_complex, self._is_complex = self._is_complex or facts.makes_complex, False
 
-        uncounted = facts.uncounted_writes(args, kwargs) if facts.writes_lists or facts.learned_writes else ()
+        uncounted = facts.uncounted_writes(args, kwargs) if facts.writes_uncounted or facts.learned_writes else ()
         versions = [tensor._version for tensor in uncounted]
         try:
             with lazy_bits_resolved() if is_complex else nullcontext():
@@ -256,26 +302,36 @@ class Recorder(RecorderMode):
                 self._after_write(write, position, None)
             raise
 
+        if facts.is_zeros:
+            self._has_zeros = True
+            return out
         if facts.is_allocation:
             return self._opaque(out)
+        unguarded = bool(facts.unguarded_layers) and layer_name(modules_in_flight()) in facts.unguarded_layers
         if versions:
             count_writes(uncounted, versions)
+        if any(type(write.old) is Source and write.old.is_unguarded for write in writes):
+            replayable = False  # what it wrote over may have been written by others, too
         if any(write.storage.nbytes() != write.old.nbytes for write in writes):
             replayable = False  # an out= argument was resized: its storage is another one now
         if facts.is_foreign and not facts.was_watched:
             for tensor in all_tensors((args, kwargs)):  # any of them may have been written
                 self.written_outside(tensor)
         if not replayable:
-            self._opaque(out)
+            self._opaque(out, unguarded)
             for position, write in enumerate(writes):
                 self._after_write(write, position, None)
             self.settle()
             return out
-        owner = self.owner
-        seq = owner.next_seq
-        owner.next_seq = seq + 1
         op = PeculiarOp(
-            seq, tuple(inputs), func, facts, recorded, dict(recorded_kwargs), self.session.ambient, _is_grad_enabled()
+            _UNPLACED,
+            tuple(inputs),
+            func,
+            facts,
+            recorded,
+            dict(recorded_kwargs),
+            self.session.ambient,
+            _is_grad_enabled(),
         )
         op.rng, op.written, op.is_complex = rng, tuple(written), is_complex
         outs = flat_tensors(out)
@@ -303,12 +359,13 @@ class Recorder(RecorderMode):
         pin = Pin(storage, forget)
         pin.key = id(storage)
         pin.registry = self.registry
+        pin.is_split = False
         pin.version = pin.users = 0
         self.session.touch(pin)
         source = self.registry[pin.key] = Source(storage, pin, is_leaf)
         return source
 
-    def _opaque(self, out: Any) -> Any:
+    def _opaque(self, out: Any, is_unguarded: bool = False) -> Any:
         """Results that no replay can make: blank until something reads them."""
         for tensor in flat_tensors(out):
             try:
@@ -316,7 +373,7 @@ class Recorder(RecorderMode):
             except NO_STORAGE:
                 continue
             if id(storage) not in self.registry:
-                self._new_source(storage, is_leaf=False)
+                self._new_source(storage, is_leaf=False).is_unguarded = is_unguarded
         return out
 
     # -- writes -------------------------------------------------------------------------------------------------
@@ -347,11 +404,11 @@ class Recorder(RecorderMode):
     def _keep_blanks(self, facts: OpFacts, writes: Sequence[_Write], written: list[Value], replayable: bool) -> None:
         """The op is about to read memory that nothing can fill again: hold it, unless the op fills all of it itself."""
         position = {write.old: i for i, write in enumerate(writes)}
-        for value, storage in self._blanks:
+        for value, storage, tensor in self._blanks:
             i = position.get(value)
             if i is None:
                 if replayable:
-                    value.keep(storage, self.cache)
+                    value.keep(storage, self.cache, tensor)
             elif written[i] is value and (facts.has_fresh_results or writes[i].whole):
                 value.keep(copy_of(storage), self.cache)  # what it reads, it is about to overwrite
         self._blanks.clear()
@@ -370,6 +427,7 @@ class Recorder(RecorderMode):
         else:
             # A leaf stays a leaf: its bytes are the program's. Anything else can no longer be made again.
             new = Source(storage, pin, write.is_leaf)
+            new.is_unguarded = type(old) is Source and old.is_unguarded
             must_keep = old.handles > 0 and not write.is_leaf
             new.pinned = must_keep
         new.slot = old.slot
@@ -402,6 +460,8 @@ class Recorder(RecorderMode):
         except NO_STORAGE:
             return LeafHandle(tensor.detach())
         value = self.registry.get(id(storage))
+        if type(value) is TensorValue:  # autograd saves an argument before the op runs
+            value = self._as_it_is(value, tensor, storage)
         if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
             # ``.data`` may yet be exchanged.
@@ -441,10 +501,12 @@ class Recorder(RecorderMode):
             session.largest_layer = describe_layer(modules_in_flight())
 
 
-def copy_of(storage: UntypedStorage) -> UntypedStorage:
-    """A copy that no other mode sees being made."""
-    with _DisableTorchDispatch():
-        return storage.clone()
+def version_of(tensor: Tensor) -> int | None:
+    """The count of the tensor's version counter; None for a tensor of inference mode, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def count_writes(tensors: Sequence[Tensor], versions: list[int]) -> None:

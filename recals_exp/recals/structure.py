@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from .door import call_key
 
@@ -29,9 +30,14 @@ def output_tensors(out: Any) -> list[Tensor]:
 def step_key(fn: Any, args: Any, kwargs: Any) -> Hashable:
     """What tells one kind of step from another before it runs: the callable, train or eval, the shapes it is given."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    with DisableTorchFunctionSubclass():  # a subclass of the program's must not notice
+        shapes = _shapes(args, kwargs)
     training = owner.training if isinstance(owner, nn.Module) else None
-    shapes = tuple(
+    return (id(call_key(fn)), training, shapes)
+
+
+def _shapes(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    return tuple(
         (tuple(tensor.shape) if not tensor.is_nested else None, tensor.dtype, tensor.device, tensor.requires_grad)
         for tensor in output_tensors([args, kwargs])
     )
-    return (id(call_key(fn)), training, shapes)

@@ -14,12 +14,13 @@ holds when backward comes, unless its version counter moved (then it raises); an
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from .ambient import share_version
+from .contents import checksum
 from .costs import Meta, OpCost, op_cost
 from .errors import ReplayError, SourceChangedError
 from .graph import Op, Value
@@ -42,10 +43,12 @@ class Pin(weakref.ref):
         key: ``id`` of the storage object.
         version: number of the storage's current version; bumped by every recorded write.
         users: live sessions that touched the storage; session: the last of them.
+        is_split: tensors over the storage have several version counters (``unsafe_split`` and its kin give each part its own).
     """
 
-    __slots__ = ("key", "registry", "session", "users", "version")
+    __slots__ = ("is_split", "key", "registry", "session", "users", "version")
 
+    is_split: bool
     key: int
     version: int
     users: int
@@ -83,12 +86,17 @@ class TensorValue(Value):
     """One version of a storage, made by a recorded op.
 
     ``guard`` is a tensor that shares the version counter of the tensors over this storage, with the count at which its
-    bytes were this version's. Bytes in reach whose counter has moved are somebody else's by now.
+    bytes were this version's. Bytes in reach whose counter has moved are somebody else's by now. ``count`` is the count of
+    the tensors as the op made them; None until somebody reads it, if the op wrote them in place (autograd counts that
+    when the op has returned). A reader that finds another count knows of a write that was not recorded.
     """
 
-    __slots__ = ("guard", "guard_version", "pin", "slot", "version")
+    __slots__ = ("count", "guard", "guard_version", "pin", "slot", "version")
 
-    def __init__(self, producer: TensorOp, index: int, nbytes: int, pin: Pin, version: int) -> None:
+    def __init__(
+        self, producer: TensorOp, index: int, nbytes: int, pin: Pin, version: int, count: int | None = None
+    ) -> None:
+        self.count = count
         self.producer = producer
         self.index = index
         self.nbytes = nbytes
@@ -130,6 +138,7 @@ class TensorValue(Value):
         pin = Pin(payload, forget)
         pin.key, pin.registry = id(payload), old.registry
         pin.version, pin.users, pin.session = self.version, old.users, old.session
+        pin.is_split = old.is_split
         self.pin = pin
 
 
@@ -145,11 +154,27 @@ class Source(Value):
 
     Attributes:
         guard: shares the version counter of a leaf; if it has moved, the old bytes are lost and reading is refused.
+        others: further guards and their counts: ``.data`` has a version counter of its own.
+        reader: the tensor that was read last.
         reads: how often recorded ops read this version; if they did, a write must copy it first.
         cache: where kept bytes are counted; None for a leaf or a blank.
+        is_unguarded: somebody writes here whom no counter gives away (NumPy; inference mode); then ``checksum`` does, of the
+            bytes as they were read first.
     """
 
-    __slots__ = ("cache", "device", "guard", "guard_version", "pin", "reads", "slot")
+    __slots__ = (
+        "cache",
+        "checksum",
+        "device",
+        "guard",
+        "guard_version",
+        "is_unguarded",
+        "others",
+        "pin",
+        "reader",
+        "reads",
+        "slot",
+    )
 
     def __init__(self, storage: UntypedStorage, pin: Pin, is_leaf: bool) -> None:
         super().__init__(None, 0, storage.nbytes())
@@ -159,8 +184,12 @@ class Source(Value):
         self.device = storage.device
         self.guard: Tensor | None = None
         self.guard_version = 0
+        self.others: list[tuple[Tensor, int]] = []
+        self.reader: weakref.ref[Tensor] | None = None
         self.reads = 0
         self.cache: Cache | None = None
+        self.is_unguarded = False
+        self.checksum: int | None = None
 
     @property
     def is_leaf(self) -> bool:
@@ -170,10 +199,15 @@ class Source(Value):
     def is_blank(self) -> bool:
         return self.payload is None
 
-    def keep(self, storage: UntypedStorage, cache: Cache) -> None:
-        """Hold ``storage`` as the bytes of this version, and count them."""
+    def keep(self, storage: UntypedStorage, cache: Cache, guard: Tensor | None = None) -> None:
+        """Hold ``storage`` as the bytes of this version, and count them; ``guard``: the program's tensor, unless it is a copy."""
         self.payload = storage
-        self.guard = None
+        self.checksum = checksum(storage) if self.is_unguarded else None
+        if guard is None:
+            self.guard = None
+            self.others.clear()
+        else:
+            self.watch(guard)
         if self.cache is None:
             self.cache = cache
             self.pinned = True
@@ -181,11 +215,33 @@ class Source(Value):
 
     def watch(self, tensor: Tensor) -> None:
         """Remember the version counter of the program's tensor over a leaf's bytes."""
-        if tensor.is_inference():
+        if self.is_unguarded or tensor.is_inference():
+            self.is_unguarded = True
+            if self.checksum is None:
+                self.checksum = checksum(self.payload)
             return
+        self.reader = weakref.ref(tensor)
         # A leaf tensor of autograd can be kept itself; others might come to hold this very graph.
         self.guard = tensor if tensor.requires_grad and tensor.grad_fn is None else share_version(tensor)
         self.guard_version = tensor._version
+
+    def watch_also(self, tensor: Tensor) -> None:
+        """Another tensor of the program over a leaf's bytes: its version counter may be another one."""
+        base = tensor._base if tensor._is_view() else None
+        if base is not None and (base is self.guard or (self.reader is not None and base is self.reader())):
+            return
+        self.reader = weakref.ref(tensor if base is None else base)
+        if tensor is not self.guard and tensor._version >= 0:
+            self.others.append((share_version(tensor), tensor._version))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the program has written here since."""
+        if self.checksum is not None and self.payload is not None:
+            return checksum(self.payload) != self.checksum
+        return (self.guard is not None and self.guard._version != self.guard_version) or any(
+            other._version != count for other, count in self.others
+        )
 
     def lose(self) -> None:
         """The bytes were overwritten, and nobody kept a copy: refuse to read them."""
@@ -194,15 +250,33 @@ class Source(Value):
     def bytes(self) -> Any:
         guard = self.guard
         if guard is not None and guard._version != self.guard_version:
-            what = f"[{guard.type()} {list(guard.shape)}]"
+            self._refuse(guard, self.guard_version)
+        for other, count in self.others:
+            if other._version != count:
+                self._refuse(other, count)
+        if self.checksum is not None and self.is_stale:
             raise SourceChangedError(
-                f"a tensor {what} that the forward pass read was modified by an in-place operation before backward: it is at "
-                f"version {guard._version}; expected version {self.guard_version}. A value dropped from the cache is rebuilt "
-                "from it, and its old content is gone. Run backward first, or modify a copy of it, or raise the cache limit "
-                "so that nothing is dropped.",
-                what=what,
+                f"{self.nbytes} bytes that the forward pass read were written since, where no version counter tells (by NumPy or "
+                "other code outside of PyTorch, or in inference mode). A value dropped from the cache is rebuilt from them, "
+                "and their old content is gone. Run backward first, or work on a copy, or raise the cache limit so that "
+                "nothing is dropped.",
+                what=f"{self.nbytes} bytes",
             )
         return self if self.payload is None else self.payload  # a blank: the replay of its writer allocates it
+
+    def _refuse(self, guard: Tensor, expected: int) -> NoReturn:
+        what = f"[{guard.type()} {list(guard.shape)}]"
+        counts = (
+            f"it is at version {guard._version}; expected version {expected}"
+            if expected >= 0
+            else "by a fused optimizer, or outside of PyTorch, which moves no version counter"
+        )
+        raise SourceChangedError(
+            f"a tensor {what} that the forward pass read was modified by an in-place operation before backward: {counts}. A "
+            "value dropped from the cache is rebuilt from it, and its old content is gone. Run backward first, or modify a "
+            "copy of it, or raise the cache limit so that nothing is dropped.",
+            what=what,
+        )
 
     def __del__(self) -> None:
         if self.cache is not None:

@@ -19,6 +19,10 @@ class Policy(ABC):
     watches: ClassVar[bool]  # wants ``used``, ``dropped`` and ``freed``: they cost a call each
 
     @abstractmethod
+    def anew(self) -> Policy:
+        """A policy with the same settings that has seen nothing yet."""
+
+    @abstractmethod
     def keeps(self, cache: Cache, value: Value) -> bool:
         """A value was saved in forward: try to hold it?"""
 

@@ -59,6 +59,9 @@ class Dtr(Policy):
     def __init__(self) -> None:
         self._clock = 0.0  # tape positions run so far, re-runs included
 
+    def anew(self) -> Dtr:
+        return Dtr()
+
     def keeps(self, cache: Cache, value: Value) -> bool:
         if len(cache.live) <= 1:
             self._clock = 0.0  # a new step: what earlier ones re-ran is forgotten, so that equal steps run equally

@@ -25,6 +25,9 @@ class Fifo(Policy):
     name: ClassVar[str] = "fifo"
     watches: ClassVar[bool] = False
 
+    def anew(self) -> Fifo:
+        return Fifo()
+
     def keeps(self, cache: Cache, value: Value) -> bool:
         return cache.limit_bytes is None or value.nbytes <= cache.limit_bytes - cache.pinned_bytes
 

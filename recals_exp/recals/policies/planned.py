@@ -182,6 +182,9 @@ class Planned(StepPolicy):
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
+    def anew(self) -> Planned:
+        return Planned(self._planner, waits=self._waits)
+
     def keeps(self, cache: Cache, value: Value) -> bool:
         route = self._route
         if route is not None:

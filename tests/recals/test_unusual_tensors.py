@@ -1,0 +1,171 @@
+"""Tensors without ordinary memory, subclasses that watch, settings changed midway, and what is refused at the door."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from parity.harness import Call, Case, check
+from recals.scenarios import Stories, grads, leaf
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+
+from recals_exp.recals import POLICIES, UnsupportedError, recals_with_rngs
+
+stories = Stories()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warned_once() -> None:
+    """PyTorch warns when its forward-mode formulas are compiled, once per process."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh())(forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2)))
+
+
+@stories
+def quantized_in_the_middle(call: Call) -> Any:
+    weight = leaf(8, 8)
+
+    def fn(x: Tensor) -> Tensor:
+        y = (x @ weight).tanh()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantized = torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8)
+        return (y * quantized.dequantize()).tanh().exp()
+
+    return grads(call(fn, torch.randn(8, 8)), weight)
+
+
+@stories
+def forward_mode_inside(call: Call) -> Any:
+    """Its formulas make tensors of zeros that have no memory."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def fn(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            value, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        return value.tanh() * tangent.sin()
+
+    return grads(call(fn, torch.randn(8, 8)), *model.parameters())
+
+
+@stories
+def forward_mode_around(call: Call) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(8, 8)
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(call(model, forward_ad.make_dual(x, torch.ones_like(x))))
+        return grads(out.primal.sum() + out.tangent.sum(), *model.parameters())
+
+
+@stories
+def threads_changed_in_the_middle(call: Call) -> Any:
+    numbers, scale, threads = torch.randn(300_000), leaf(8, 8), torch.get_num_threads()
+
+    def fn() -> Tensor:
+        torch.set_num_threads(4)
+        total = (numbers * 1.1).sum() * 1e-3
+        torch.set_num_threads(1)
+        return (total * scale).tanh().sin().exp()
+
+    try:
+        return grads(call(fn), scale)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@stories
+def denormals_flushed_in_the_middle(call: Call) -> Any:
+    tiny, scale = torch.full((8,), 3e-39), torch.full((8,), 1e30, requires_grad=True)
+
+    def fn() -> Tensor:
+        torch.set_flush_denormal(True)
+        try:
+            y = ((tiny * 1.5) * scale * 1e8).tanh()
+        finally:
+            torch.set_flush_denormal(False)
+        return y.sin().exp()
+
+    return grads(call(fn), scale)
+
+
+@stories.each()
+def test_plain_parity(case: Case, policy: str, budget: str) -> None:
+    check(case, policy, budget)
+
+
+@pytest.mark.parametrize("limit", [None, 256])
+def test_meta_tensors(limit: int | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).to("meta")
+    out = recals_with_rngs(limit)(model, torch.randn(3, 4, device="meta"))
+    out.sum().backward()
+    assert model[0].weight.grad.shape == (4, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_subclass_sees_what_it_sees_plainly(policy: str) -> None:
+    seen: list[str] = []
+
+    class Logged(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def run(call: Call) -> list[str]:
+        x, weight = torch.ones(3, 4).as_subclass(Logged), leaf(4, 4)
+        seen.clear()
+        call(lambda x: (x @ weight).tanh().sin(), x)
+        return list(seen)
+
+    assert run(recals_with_rngs(1000, policy=policy)) == run(lambda fn, *args: fn(*args)) != []
+
+
+def test_fake_tensors_are_refused() -> None:
+    with FakeTensorMode():
+        model, x = nn.Linear(4, 4), torch.randn(3, 4)
+        with pytest.raises(UnsupportedError, match="FakeTensorMode"):
+            recals_with_rngs(100)(model, x)
+
+
+def test_what_returns_before_it_ran_is_refused() -> None:
+    layer = nn.Linear(4, 4)
+
+    def generates(x: Tensor) -> Iterator[Tensor]:
+        yield layer(x)
+
+    async def awaits(x: Tensor) -> Tensor:
+        return layer(x)
+
+    for fn, kind in ((generates, "generator"), (awaits, "coroutine")):
+        with pytest.raises(UnsupportedError, match=f"returned a {kind}: its body runs after the call"):
+            recals_with_rngs(100)(fn, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_have_the_settings_and_an_empty_cache(policy: str) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+            self.recals = recals_with_rngs(128, "cpu", policy=policy, audit="off")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.recals(self.layers, x)
+
+    holder, x = Holder(), torch.ones(3, 4)
+    out = holder(x)
+    for other in (copy.deepcopy(holder), copy.deepcopy(holder.recals), pickle.loads(pickle.dumps(holder.recals))):
+        recals = other.recals if isinstance(other, nn.Module) else other
+        assert (recals.cache_limit_bytes, recals.policy, recals.audit_when) == (128, policy, "off")
+        assert recals.generators.gpu_devices == "cpu"
+        assert recals.stats.cached_bytes == 0 < holder.recals.stats.cached_bytes
+    out.sum().backward()
+    assert recals(holder.layers, x).equal(out)
