@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +60,28 @@ SERIES_COLUMNS = ("model", "dataset", "pipeline", "strategy", "policy")
 
 
 def find_results(folders: Sequence[Path]) -> list[RunResult]:
-    """The records below the folders, ordered by series, then budget (rule 1). Each file counts once."""
+    """The records below the folders, ordered by series, then budget (rule 1). Each file counts once.
+
+    Where jobs of several sweeps have one name, that of the sweep's folder stands before it.
+    """
+    return [result for result, _ in find_jobs(folders)]
+
+
+def find_jobs(folders: Sequence[Path]) -> list[tuple[RunResult, Path]]:
+    """The same, each with its folder."""
     paths: dict[Path, None] = {}
     for folder in folders:
         if not folder.exists():
             raise ValueError(f"there is no folder {folder}: give the folder of a sweep, or of a job")
         for path in [folder] if folder.is_file() else sorted(folder.rglob(records.RESULT_FILE)):
             paths[path.resolve()] = None
-    return sorted((_load_or_failed(path) for path in paths), key=_order)
+    found = [(_load_or_failed(path), path.parent) for path in paths]
+    count = Counter(result.job for result, _ in found)
+    named = [
+        (dataclasses.replace(result, job=f"{path.parent.name}/{result.job}") if count[result.job] > 1 else result, path)
+        for result, path in found
+    ]
+    return sorted(named, key=lambda job: _order(job[0]))
 
 
 def _load_or_failed(path: Path) -> RunResult:
@@ -344,9 +360,9 @@ def _step_figures(results: Sequence[RunResult], folders: Sequence[Path]) -> dict
 def _details(results: Sequence[RunResult], folders: Sequence[Path]) -> dict[str, StepDetails]:
     """The details of the longest series by job. All its jobs have the same plain step."""
     series = max(group_series(results).values(), key=len, default=[])
-    jobs = {result.job for result in series}
-    paths = {path.parent.name: path.parent for folder in folders for path in sorted(folder.rglob(details.DETAILS_FILE))}
-    loaded = {result.job: details.load(paths[result.job]) for result in series if result.job in jobs & paths.keys()}
+    first = {point.merged.job: point.results[0].job for point in find_points(results)}
+    paths = {result.job: path for result, path in find_jobs(folders)}
+    loaded = {first[result.job]: details.load(paths[first[result.job]]) for result in series}
     return {job: found for job, found in loaded.items() if found is not None}
 
 

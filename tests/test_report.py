@@ -136,6 +136,18 @@ def test_several_sweeps_in_one_report(sweep: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_jobs_of_one_name_are_told_apart_by_their_sweep(tmp_path: Path) -> None:
+    folders = [
+        save_sweep(tmp_path / name, [finished(0.5), finished(value)]) for name, value in (("a", 0.25), ("b", 0.75))
+    ]
+    assert [result.job for result in report.find_results(folders)] == [
+        "budget=0.25",
+        "a/budget=0.5",
+        "b/budget=0.5",
+        "budget=0.75",
+    ]
+
+
 def test_warnings_tell_what_is_not_to_be_believed() -> None:
     differences = ("gradient of 0.weight differs: largest difference 1 (largest plain value 2)", "loss differs")
     parity = ParityRecord(True, True, False, True, True, differences, False)

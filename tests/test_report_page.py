@@ -80,6 +80,13 @@ def test_repeats_are_merged_with_their_interval() -> None:
     assert len(curve) == 2
 
 
+def test_repeats_have_their_figures_too(tmp_path: Path) -> None:
+    folder = save_sweep(tmp_path, [finished(0.5, job=f"s{seed}", seed=seed) for seed in range(2)])
+    for job in ("s0", "s1"):
+        details.save(STEP, folder / job)
+    assert set(report.write_report([folder]).figures_png) == {"tradeoff", "memory_timeline", "layers"}
+
+
 def test_cautions() -> None:
     good = finished(0.5)
     assert cautions([good, finished(0.25)]) == []
