@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from recals_exp.records import RunResult, documented_overhead_pct
 
 MIB = 1024**2
-COLORS = ("#0b6fb8", "#d1542b", "#2f8f4e", "#8b4fb0", "#a5781b", "#3aa3a0")
+COLORS = ("#0b6fb8", "#d1542b", "#2f8f4e", "#8b4fb0", "#a5781b", "#3aa3a0", "#b8447a", "#5c5f2a")
 GREY = "#6b6b6b"
 
 

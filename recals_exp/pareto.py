@@ -26,9 +26,11 @@ def time_ratio(result: RunResult) -> float:
 
 
 def front(results: Sequence[RunResult]) -> list[RunResult]:
-    """The points that nothing beats, by rising memory."""
+    """The points that nothing beats, by rising memory; neither does the plain step of their own job."""
     kept: list[RunResult] = []
     for result in sorted(measured(results), key=lambda r: (r.peak_memory_bytes or 0, time_ratio(r))):
+        if (result.peak_memory_bytes or 0) >= (result.peak_memory_plain_bytes or 0) and time_ratio(result) > 1:
+            continue
         if not kept or time_ratio(result) < time_ratio(kept[-1]):
             kept.append(result)
     return kept

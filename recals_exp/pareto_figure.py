@@ -40,24 +40,26 @@ def pareto_figure(results: Sequence[RunResult], labels: Mapping[str, str], about
             axes.annotate(
                 labels[result.job], (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=color
             )
-    best = front(points)
+    plain = [result.peak_memory_plain_bytes for result in points if result.peak_memory_plain_bytes]
+    corners = [((result.peak_memory_bytes or 0) / MIB, time_ratio(result)) for result in front(points)]
+    if plain and corners and corners[-1][1] > 1:
+        corners.append((max(plain) / MIB, 1.0))  # plain itself is the last one
     axes.step(
-        [(result.peak_memory_bytes or 0) / MIB for result in best],
-        [time_ratio(result) for result in best],
+        [x for x, _ in corners],
+        [y for _, y in corners],
         where="post",
         color=GREY,
         linewidth=1.2,
         zorder=0,
         label="front: nothing measured is better in both",
     )
-    plain = [result.peak_memory_plain_bytes for result in points if result.peak_memory_plain_bytes]
     if plain:
         axes.plot([max(plain) / MIB], [1.0], marker="*", markersize=13, color="black", linestyle="none", label="plain")
     axes.axhline(1.0, color=GREY, linewidth=0.7, linestyle=":")
     axes.set_xlabel("peak memory of a step (MiB)")
     axes.set_ylabel("time of a step / time of a plain step")
     axes.set_title(f"Time against memory{': ' + about if about else ''} (hollow: not plain's very bits)", fontsize=10)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])  # room for the names
     axes.grid(alpha=0.3)
     if points:
         axes.legend(frameon=False, fontsize=8)

@@ -42,7 +42,7 @@ TINY = {
     "depth": CHAIN[1:],
     "same_learning": GPT,
     "batch_size": GPT,
-    "fit": [*CHAIN, "batch_size=512", "target_peak=150KiB,300KiB"],
+    "fit": ["model.depth=8", "dataset.image_size=6", "batch_size=512", "threads=1", "target_peak=500KiB,700KiB"],
 }
 EXACT = {path.stem for path in EXPERIMENTS} - {
     "strategies",

@@ -44,6 +44,7 @@ POINTS = [
 def test_the_front_is_what_nothing_beats() -> None:
     assert [result.job for result in front(POINTS)] == ["light", "middle", "compiled"]
     assert front([failed()]) == []
+    assert front([point("no better than plain", 100, 1.1)]) == []
 
 
 def test_the_sentence_names_the_fastest_that_fits() -> None:
