@@ -18,7 +18,10 @@ _LOOKED_AT = 100  # items, in search of the modules behind a callable
 
 
 def call_key(fn: Any) -> Any:
-    """What stands for a callable across calls: a module itself, the code of a function."""
+    """What stands for a callable across calls: a module itself, also behind its bound `__call__`; the code of a function."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module) and fn.__func__ is nn.Module.__call__:
+        return owner
     fn = getattr(fn, "__func__", fn)
     key = getattr(fn, "__code__", fn)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -30,6 +31,7 @@ from .replay import Replayer
 from .sizes import format_bytes, parse_bytes
 from .structure import output_tensors, step_key
 from .tape import Registry, TensorValue
+from .wrapping import Attachment, RecalsModule, attach
 
 T = TypeVar("T")
 AUDITS = ("first", "always", "off")
@@ -133,6 +135,21 @@ class Recals:
                 if type(value) is TensorValue:
                     found.append(value)
         return found
+
+    def wrap(self, module: nn.Module) -> RecalsModule:
+        """A module that calls ``module`` through this object; ``state_dict`` and all names are the module's.
+
+        Parameters, buffers, ``train``, ``eval`` and ``to`` are shared. ValueError if it is wrapped or attached already.
+        """
+        return RecalsModule(module, self)
+
+    def attach(self, module: nn.Module) -> Attachment:
+        """Let calls of ``module`` itself go through this object, until ``remove()`` of what is returned.
+
+        Its class, its names and its methods stay, which is what trainers look at. ValueError if it is wrapped or attached
+        already.
+        """
+        return attach(module, self)
 
     def analyze(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Analysis:
         """What ``fn(*args, **kwargs)`` would cache. Runs forward once with gradients enabled, storing nothing.

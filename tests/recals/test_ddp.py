@@ -10,6 +10,7 @@ import json
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,15 @@ class Net(nn.Module):
         return (self.left(y) * self.right(y)).tanh()
 
 
-def _train(rank: int, call: Callable[..., Tensor], branches: bool, outside: bool, **options: Any) -> dict[str, Any]:
-    """Train by DDP and write down everything that must not depend on ``call``."""
+def _train(
+    rank: int,
+    call: Callable[..., Tensor],
+    branches: bool,
+    outside: bool,
+    prepare: Callable[[Net], nn.Module] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train by DDP and write down everything that must not depend on ``call``, nor on ``prepare``."""
     torch.manual_seed(0)
     net = Net(branches)
     fired: list[str] = []
@@ -60,8 +68,8 @@ def _train(rank: int, call: Callable[..., Tensor], branches: bool, outside: bool
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0] / WORLD)  # type: ignore[union-attr]
 
-    if outside:  # recals around DDP
-        model: Callable[[Tensor], Tensor] = DistributedDataParallel(net, **options)
+    if outside:  # recals around DDP, or the module DDP is given was prepared
+        model: Callable[[Tensor], Tensor] = DistributedDataParallel(prepare(net) if prepare else net, **options)
         wrapped = model
     else:  # DDP around a module that calls through recals
         inner = net
@@ -94,6 +102,16 @@ def _train(rank: int, call: Callable[..., Tensor], branches: bool, outside: bool
         "gradients": seen, "weights": weights, "buffers": buffers, "fired": sorted(fired), "reduced": reduced,
         "calls": net.calls, "noise": noise,
     }  # fmt: skip
+
+
+WAYS = ("wrap", "attach")
+
+
+def _prepare(recals: Recals, way: str, net: Net) -> nn.Module:
+    if way == "wrap":
+        return recals.wrap(net)
+    recals.attach(net)
+    return net
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -165,6 +183,11 @@ def _rank(rank: int, folder: str) -> None:
                 recals = recals_with_rngs(2 * 6 * 16 * 4)
                 found = _train(rank, recals, outside=outside, **options)
                 report[f"{name}-{'around' if outside else 'inside'}"] = _differences(plain, found, recals)
+            for way in WAYS:
+                recals = recals_with_rngs(2 * 6 * 16 * 4)
+                prepare = partial(_prepare, recals, way)
+                found = _train(rank, lambda fn, *args: fn(*args), outside=True, prepare=prepare, **options)
+                report[f"{name}-{way}"] = _differences(plain, found, recals)
         report["fsdp2"] = _fsdp(rank)
         dist.destroy_process_group()
     except Exception:
@@ -192,7 +215,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str
     return found
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", ["around", "inside", *WAYS])
 @pytest.mark.parametrize("case", CASES)
 def test_ddp_is_the_plain_run(case: str, where: str, reports: list[dict[str, list[str]]]) -> None:
     for report in reports:
