@@ -194,7 +194,7 @@ def test_help_reads_like_help(capsys: pytest.CaptureFixture[str], in_tmp: Path) 
         assert part in out
     for line in (
         "model: custom, gpt, mlp_chain, resnet18",
-        "experiment: documented_curve",
+        "experiment: batch_size, depth, documented_curve",
         "policy: dtr, fifo, planned",
     ):
         assert line in out

@@ -56,7 +56,7 @@ def test_the_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> Non
     assert Path(where.strip()) == site / "recals_exp/conf"
     text = run(*python, "-m", "recals_exp", "--help", cwd=elsewhere, PYTHONPATH=str(site))
     assert text.startswith("python -m recals_exp: ")
-    assert "experiment: documented_curve" in text
+    assert "experiment: batch_size, depth, documented_curve" in text
     tiny = (
         "model.depth=2",
         "dataset.image_size=4",
