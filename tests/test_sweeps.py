@@ -20,6 +20,7 @@ from recals_exp import isolation, records, sweeps
 from recals_exp.jobs import as_failed, describe
 from recals_exp.keys import config_key
 from recals_exp.runconfig import Budget, ConfigError, PartSpec, RunConfig
+from recals_exp.writers import has_outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["dataset.image_size=6", "dataset.channels=1", "batch_size=16", "threads=1"]
@@ -205,6 +206,8 @@ def test_eight_jobs_of_which_four_fail_and_a_resumed_sweep(tmp_path: Path) -> No
     assert "memory" in reasons["memory"]
     for reason in reasons.values():
         assert reason in done.stdout
+    assert all(has_outcome(folder / job) for job in rows), "TensorBoard has a line for every job"
+    assert (folder / "report.html").is_file()
 
     (tmp_path / "trouble").unlink()
     before = {job: (folder / job / "result.json").stat().st_mtime_ns for job in rows}
