@@ -35,14 +35,8 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key.partition(".")[0] in PARTS and "." in key:
             argument = f"++{argument}"
-        elif key.lstrip("+") == "experiment" and re.search(r"\.ya?ml(,|$)", value):
-            names = (
-                register_experiment(Path(item)) if item.endswith((".yaml", ".yml")) else item
-                for item in value.split(",")
-            )
-            argument = f"{key}={','.join(names)}"
-        elif key.lstrip("+") == "experiment" and value in experiment_files:
-            register_experiment(experiment_files[value])  # last, so that the points of its sweep are its own
+        elif key.lstrip("+") == "experiment":
+            argument = f"{key}={','.join(map(_experiment, value.split(',')))}"
         overrides.append(argument)
     if _ASKS.isdisjoint(options):
         options, overrides = _repeat(options, overrides)  # first: an earlier command is known by its seeds
@@ -54,6 +48,13 @@ _ASKS = frozenset(
     ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c", "--shell-completion", "-sc", "--version")
 )
 """Options that run nothing."""
+
+
+def _experiment(item: str) -> str:
+    """The name of a chosen experiment, which may be given as a file."""
+    if item.endswith((".yaml", ".yml")):
+        return register_experiment(Path(item))
+    return register_experiment(experiment_files[item]) if item in experiment_files else item
 
 
 def _value(key: str, overrides: Sequence[str]) -> str | None:

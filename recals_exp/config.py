@@ -136,11 +136,14 @@ def register() -> None:
     ConfigStore.instance().store(name="settings", node=Settings)
     register_resolvers()
     for path in sorted(experiments_dir().glob("*.yaml")):
-        register_experiment(path)
+        register_experiment(path, is_chosen=False)
 
 
-def register_experiment(path: Path) -> str:
-    """Make a file selectable as ``experiment=NAME`` and return that name. Its keys are top-level keys."""
+def register_experiment(path: Path, is_chosen: bool = True) -> str:
+    """Make a file selectable as ``experiment=NAME`` and return that name. Its keys are top-level keys.
+
+    Its points become choices when it is chosen: other experiments may have others by the same names.
+    """
     try:
         node = OmegaConf.load(path)
     except OSError as error:
@@ -151,7 +154,7 @@ def register_experiment(path: Path) -> str:
         raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
     experiment_files[path.stem] = path
     points = node.pop("points", None)
-    if points is not None:
+    if points is not None and is_chosen:
         _register_points(path, points)
         OmegaConf.update(node, "hydra.mode", "MULTIRUN", force_add=True)
         OmegaConf.update(node, "hydra.sweeper.params.point", ",".join(map(str, points)), force_add=True)
