@@ -147,9 +147,9 @@ ul { margin: 0; padding-left: 20px; }
 .tall { max-height: 560px; overflow-y: auto; }
 .tall th { position: sticky; top: 0; background: #fff; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { text-align: left; padding: 5px 9px; border-bottom: 1px solid var(--line); white-space: nowrap; vertical-align: bottom; }
+th, td { text-align: left; padding: 5px 9px; border-bottom: 1px solid var(--line); white-space: nowrap; vertical-align: top; }
 td:last-child { white-space: normal; }
-th { cursor: pointer; color: var(--dim); font-weight: 600; white-space: normal; user-select: none; }
+th { vertical-align: bottom; cursor: pointer; color: var(--dim); font-weight: 600; white-space: normal; user-select: none; }
 th.number, td.number { text-align: right; }
 th[aria-sort="ascending"]::after { content: " \\25B2"; }
 th[aria-sort="descending"]::after { content: " \\25BC"; }

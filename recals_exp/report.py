@@ -263,7 +263,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
     )
     texts = {
         "question": find_question(folders),
-        "answer": answer([point.merged for point in find_points(results)]),
+        "answer": answer([point.merged for point in find_points(results)] or results),
         "cautions": "\n".join(f"- {line}" for line in (*format_repeats(find_points(results)), *cautions(results))),
     }
     return Report(target, tuple(results), {name: picture for name, (picture, _) in drawn.items()}, texts)
@@ -315,7 +315,7 @@ def _page(results: Sequence[RunResult], folders: Sequence[Path], drawn: Mapping[
     content = Content(
         title=figure_title(results),
         question=find_question(folders),
-        answer=answer([point.merged for point in find_points(results)]),
+        answer=answer([point.merged for point in find_points(results)] or results),
         cautions=cautions(results),
         figures=[figure for name, figure in inline.items() if name not in (TIMELINE_NAME, LAYERS_NAME)],
         step_figures=[inline[name] for name in (TIMELINE_NAME, LAYERS_NAME) if name in inline],

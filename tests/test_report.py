@@ -119,6 +119,7 @@ def test_nothing_but_failures_still_makes_a_report(tmp_path: Path) -> None:
     written = report.write_report([save_sweep(tmp_path, [failed()])])
     assert written.figure_png[:4] == b"\x89PNG"
     assert (tmp_path / "tradeoff.png").read_bytes() == written.figure_png
+    assert written.texts["answer"] == "No job has finished a measurement yet."
 
 
 def test_several_sweeps_in_one_report(sweep: Path, tmp_path: Path) -> None:
