@@ -67,12 +67,19 @@ def amid_training(step: TrainStep, batch: tuple[Tensor, Tensor], seed: int) -> I
 
 
 def profile_training_step(
-    step: TrainStep, state: StartingState, recals: Recals, batch: tuple[Tensor, Tensor]
+    step: TrainStep, state: StartingState, recals: Recals, batch: tuple[Tensor, Tensor], costs: str = "model"
 ) -> Profile:
     """One step (forward, loss, backward, optimizer) with nothing dropped: its record, and its memory beside the cache."""
     state.restore()
     resident = unique_storage_bytes(step.resident_tensors(*batch))
-    return profile_run(recals, lambda wrap: step(wrap(step.model), *batch), step.device, resident)
+    return profile_run(
+        recals,
+        lambda wrap: step(wrap(step.model), *batch),
+        step.device,
+        resident,
+        reset=state.restore,
+        costs=costs,
+    )
 
 
 def measured_peak_bytes(

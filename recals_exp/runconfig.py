@@ -198,7 +198,7 @@ class RunConfig:
     optimizer: PartSpec
     strategy: str = "recals"  # what saves the memory: a name of strategies.STRATEGIES
     strategy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    policy: str = "fifo"  # which cached values the engine drops
+    policy: str = "planned"  # which cached values the engine drops
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     budget: Budget = field(default_factory=Budget)

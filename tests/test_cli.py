@@ -114,7 +114,7 @@ def test_one_run(fake_runner: Any, in_tmp: Path, capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert folder.name in out
     assert "result.json" in out
-    assert "mlp_chain on digits, batch of 1536, recals fifo, budget 0.25" in err
+    assert "mlp_chain on digits, batch of 1536, recals planned, budget 0.25" in err
 
 
 def test_the_runs_folder_is_honoured(fake_runner: Any, in_tmp: Path) -> None:

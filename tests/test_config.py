@@ -47,7 +47,7 @@ def test_the_defaults() -> None:
     assert made.dataset.name == "digits"
     assert made.dataset.kwargs == {"image_size": 20, "channels": 1, "scale": "standard", "held_out": 0}
     assert made.optimizer.target == "torch.optim.SGD"
-    assert (made.strategy, made.policy, made.pipeline.name) == ("recals", "fifo", "none")
+    assert (made.strategy, made.policy, made.pipeline.name) == ("recals", "planned", "none")
     assert made.budget == Budget("fraction", 0.5)
     assert made.batch_size == 1536
     assert made.mode == "run"

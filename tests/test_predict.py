@@ -30,6 +30,7 @@ def config_of(budget: Any, **changes: Any) -> RunConfig:
         "optimizer": PartSpec("sgd", "torch.optim.SGD", {"lr": 0.1, "momentum": 0.9}),
         "budget": budget if isinstance(budget, Budget) else Budget.parse(budget),
         "batch_size": 512,
+        "policy": "fifo",
         "device": "cpu",
         "threads": 1,
         "train_steps": 1,

@@ -34,6 +34,7 @@ def config_of(budget: Any = 0.5, **changes: Any) -> RunConfig:
         "optimizer": PartSpec("sgd", "torch.optim.SGD", {"lr": 0.1, "momentum": 0.9}),
         "budget": Budget.parse(budget),
         "batch_size": 256,
+        "policy": "fifo",
         "device": "cpu",
         "threads": 1,
         "train_steps": 12,

@@ -38,6 +38,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             dataset=PartSpec("digits", "recals_exp.datasets.digits", {"image_size": 8, "channels": 1}),
             optimizer=PartSpec("sgd", "torch.optim.SGD", {"lr": 0.1}),
             budget=Budget.parse(budget),
+            policy="fifo",
             batch_size=64,
             device="cpu",
             train_steps=4,

@@ -12,6 +12,7 @@ from .errors import (
     SourceChangedError,
     UnsupportedError,
 )
+from .plans import PlansError, StepPlan, format_plan
 from .policies import POLICIES, Policy
 from .prediction import Prediction, PredictionRow, format_prediction
 from .recals import Recals, recals_with_rngs
@@ -25,6 +26,7 @@ __all__ = [
     "CacheLimitError",
     "Finding",
     "LayerBytes",
+    "PlansError",
     "Policy",
     "Prediction",
     "PredictionRow",
@@ -35,11 +37,13 @@ __all__ = [
     "SizeError",
     "SourceChangedError",
     "Stats",
+    "StepPlan",
     "TapeRecord",
     "UnsupportedError",
     "format_analysis",
     "format_audit",
     "format_bytes",
+    "format_plan",
     "format_prediction",
     "parse_bytes",
     "recals_with_rngs",

@@ -23,6 +23,7 @@ from .policies.base import StepPolicy
 
 if TYPE_CHECKING:
     from .policies.base import Policy
+    from .trace import Trace
 
 
 class Executor(Protocol):
@@ -75,7 +76,7 @@ class Cache:
         self.pinned_bytes = 0
         self.peak_pinned_bytes = 0  # since the current call began
         self.working_bytes = 0
-        self.trace: list[tuple[str, Any, str]] | None = None  # profiling: every event, its op or value, and the layer
+        self.trace: Trace | None = None  # profiling: every event, its op or value, and the layer
         self.busy: dict[Value, Any] = {}  # bytes a running replay needs
         self._at_hand: Value | None = None  # rebuilt last and not held: it stays until the next miss
         self.reset_stats()
@@ -172,9 +173,6 @@ class Cache:
     def pin(self, nbytes: int) -> None:
         """``nbytes`` that cannot be rebuilt are held from now on; droppable values make room for them."""
         with self.lock:
-            if self._stepper is not None and self.trace is not None:
-                self.trace = None  # a trace keeps the tape alive, and with it bytes that would be let go of
-                self._stepper.trace_lost()
             self.pinned_bytes += nbytes
             if self.pinned_bytes > self.peak_pinned_bytes:
                 self.peak_pinned_bytes = self.pinned_bytes

@@ -15,22 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from .analysis import module_state_restored
+from .bare_step import BareStep, RunStep
 from .errors import CacheLimitError
-from .facts import all_tensors
+from .measured import COSTS, with_measured_costs
 from .policies import POLICIES, Fifo, Planned, Policy
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
 from .simulate import following, pinned_bytes, plan_of, simulate
 from .sizes import format_bytes, parse_bytes
-from .step_memory import LiveBytes, Marked, StepMemory, step_memory
-from .structure import output_tensors
+from .step_memory import LiveBytes, StepMemory, step_memory
+from .trace import Trace
 
 if TYPE_CHECKING:
     from .planning.plan import Plan
@@ -41,10 +39,6 @@ BUDGETS: tuple[float | int | str, ...] = (0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4,
 
 EFFORT = 0.25
 """Work for a plan of a curve, in units of what the engine spends (rule 4)."""
-
-Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-RunStep: TypeAlias = Callable[[Wrap], Any]
-"""Runs one whole training step; it calls ``wrap(model)`` where it would call the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +125,15 @@ def documented_overhead_pct(budget: float) -> float:
 # -- one step --------------------------------------------------------------------------------------------------------------
 
 
-def profile_run(recals: Recals, run: RunStep, device: torch.device, resident_bytes: int) -> Profile:
+def profile_run(
+    recals: Recals,
+    run: RunStep,
+    device: torch.device,
+    resident_bytes: int,
+    *,
+    reset: Callable[[], None] = lambda: None,
+    costs: str = "model",
+) -> Profile:
     """Watch one training step with nothing dropped.
 
     Args:
@@ -139,17 +141,20 @@ def profile_run(recals: Recals, run: RunStep, device: torch.device, resident_byt
         run: the step; see `RunStep`. It must start with no gradients, and call the model once.
         device: where the model's memory is.
         resident_bytes: there before the step and throughout.
+        reset: puts the state back that ``run`` starts from; called before every further step.
+        costs: ``"model"``, or ``"measured"``: more steps are run, and timed (``measured.py``).
     """
+    if costs not in COSTS:
+        raise ValueError(f"costs={costs!r} is not known; there are: {', '.join(COSTS)}")
     watched = recals.unlimited(Fifo())
     live = LiveBytes(device)
-    trace = Marked(live.mark)
-    external: list[Any] = []
+    trace = Trace(live.mark)
 
     def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             watched.cache.trace = trace
             out = watched(fn, *args, **kwargs)
-            external.extend(watched._values_of(out))
+            trace.returned(watched._values_of(out))
             return out
 
         return call
@@ -157,47 +162,20 @@ def profile_run(recals: Recals, run: RunStep, device: torch.device, resident_byt
     with torch.enable_grad(), live.watching():
         run(wrap)
     watched.cache.trace = None
-    record = record_of(trace, external, device.type)
-    return Profile(record, step_memory(record, live, resident_bytes))
+    record = record_of(trace, device.type, watched.cache.peak_pinned_bytes)
+    memory = step_memory(record, live, resident_bytes)
+    if costs == "measured":
+        record = with_measured_costs(recals, record, run, device, reset)
+    return Profile(record, memory)
 
 
-def profile_call(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any) -> Profile:
+def profile_call(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any, costs: str = "model") -> Profile:
     """`profile_run` of a bare step: forward of ``fn`` and backward from gradients of ones; no loss, no optimizer.
 
     Buffers, generators and gradients are left as they were.
     """
-    inputs = list(all_tensors((args, kwargs)))
-    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    module = owner if isinstance(owner, nn.Module) else nn.Module()
-    state = [*module.parameters(), *module.buffers()]
-    tensors = [*inputs, *state]
-    device = next((t.device for t in chain(state, inputs) if t.device.type != "cpu"), torch.device("cpu"))
-    grads: list[tuple[Tensor, Tensor | None]] = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]
-
-    def run(wrap: Wrap) -> None:
-        out = wrap(fn)(*args, **kwargs)
-        roots = [tensor for tensor in output_tensors(out) if tensor.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-    with module_state_restored(fn):
-        for tensor, _ in grads:
-            tensor.grad = None
-        try:
-            return profile_run(recals, run, device, _storage_bytes(tensors, device))
-        finally:
-            for tensor, grad in grads:
-                tensor.grad = grad
-
-
-def _storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Each storage on ``device`` once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if t.layout is torch.strided and t.device.type == device.type
-    }
-    return sum(storages.values())
+    with BareStep(fn, args, kwargs) as step:
+        return profile_run(recals, step, step.device, step.resident_bytes, reset=step.reset, costs=costs)
 
 
 # -- the curve -------------------------------------------------------------------------------------------------------------
@@ -309,7 +287,9 @@ def _bind(record: TapeRecord, name: str, limits: list[int], effort: float) -> li
 
     pinned, total = pinned_bytes(record), simulate(record, None, "fifo").peak_cached_bytes
     rooms = [limit - pinned for limit in limits if limit < total]
-    rivals: dict[int, tuple[Plan, ...]] = {room: (plan_of(record, room, "dtr"),) for room in rooms}
+    rivals: dict[int, tuple[Plan, ...]] = {
+        room: tuple(plan_of(record, room, rival) for rival in ("dtr", "fifo")) for room in rooms
+    }
     plans = [planned.plan for planned in make_plans(record, rooms, effort=effort, others=rivals)] if rooms else []
     makers = [_follower(record, plan) for plan in plans]
     return [*makers, *[Fifo for _ in limits[len(plans) :]]]  # with room for everything any policy holds everything

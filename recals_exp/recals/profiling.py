@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .analysis import module_state_restored
-from .facts import all_tensors
-from .graph import Op, Value
+from .bare_step import BareStep
+from .measured import COSTS, with_measured_costs
 from .record import SOURCE, OpRecord, TapeRecord, ValueRecord
-from .structure import output_tensors
-from .tape import TensorOp
+from .trace import Key, Trace
 
 if TYPE_CHECKING:
     from .recals import Recals
@@ -21,51 +19,43 @@ if TYPE_CHECKING:
 BACKWARD_PER_FORWARD = 2.0
 """Work of backward relative to forward in the default cost model: one product per operand of every product."""
 
-Trace = list[tuple[str, Any, str]]
 
-
-def record_of(trace: Trace, external: Iterable[Value] = (), device: str = "cpu") -> TapeRecord:
+def record_of(trace: Trace, device: str = "cpu", pinned_bytes: int = 0) -> TapeRecord:
     """The record of a step that was traced from its first op to the death of its last handle.
 
-    ``external``: values that the caller of the model holds until backward (its outputs).
+    ``pinned_bytes``: the most that was held at once because it cannot be rebuilt.
     """
-    ops: dict[Op, str] = {}
-    for kind, item, layer in trace:
-        if kind == "op":
-            ops.setdefault(item, layer)
-    saved = {item for kind, item, _ in trace if kind == "save"}
-    made: dict[Op, dict[int, Value]] = {op: {} for op in ops}
-    sources: dict[Value, None] = {}
-    for value in (*saved, *(value for op in ops for value in op.inputs)):
-        if value.producer in made:
-            made[value.producer][value.index] = value
-        elif value in saved:
-            sources[value] = None
-    outside = set(external)
-    ids: dict[Value, int] = {}
+    made: dict[int, set[Key]] = {number: set() for number in trace.ops}
+    sources: dict[Key, None] = {}
+    for key in (*sorted(trace.saved), *(key for op in trace.ops.values() for key in op.inputs)):
+        if key[0] in made:
+            made[key[0]].add(key)
+        elif key in trace.saved:
+            sources[key] = None
+    ids: dict[Key, int] = {}
     values: list[ValueRecord] = []
     op_records: list[OpRecord] = []
-    for position, (op, layer) in enumerate(ops.items()):
-        outputs = [value for _, value in sorted(made[op].items())]
-        for value in outputs:
-            ids[value] = len(values)
-            values.append(ValueRecord(value.nbytes, position, value in saved, False, value in outside, layer))
-        cost = op.full_cost() if isinstance(op, TensorOp) else None
+    for position, (number, op) in enumerate(trace.ops.items()):
+        outputs = sorted(made[number])
+        for key in outputs:
+            ids[key] = len(values)
+            outside = key in trace.outside
+            values.append(ValueRecord(trace.nbytes[key], position, key in trace.saved, False, outside, op.layer))
         op_records.append(
             OpRecord(
-                op.name(),
-                layer,
-                op.cost(),
-                cost.flops if cost is not None else 0,
-                tuple(ids[value] for value in op.inputs if value in ids),
-                tuple(ids[value] for value in outputs),
-                tuple(value.index for value in outputs),
+                op.name,
+                op.layer,
+                op.cost,
+                op.flops,
+                tuple(ids[key] for key in op.inputs if key in ids),
+                tuple(ids[key] for key in outputs),
+                tuple(index for _, index in outputs),
             )
         )
-    for value in sources:
-        ids[value] = len(values)
-        values.append(ValueRecord(value.nbytes, SOURCE, True, value.pinned, False, ""))
-    forward, backward = _events(trace, {op: i for i, op in enumerate(ops)}, ids)
+    for key in sources:
+        ids[key] = len(values)
+        values.append(ValueRecord(trace.nbytes[key], SOURCE, True, key in trace.pinned, False, ""))
+    forward, backward = _events(trace, {number: i for i, number in enumerate(trace.ops)}, ids)
     forward_cost = sum(op.cost for op in op_records)
     return TapeRecord(
         signature=signature_of(op_records, values),
@@ -78,15 +68,16 @@ def record_of(trace: Trace, external: Iterable[Value] = (), device: str = "cpu")
         backward_events=tuple(backward),
         forward_cost=forward_cost,
         backward_cost=BACKWARD_PER_FORWARD * forward_cost,
+        pinned_bytes=pinned_bytes,
     )
 
 
-def _events(trace: Trace, op_ids: dict[Op, int], ids: dict[Value, int]) -> tuple[list[Any], list[Any]]:
+def _events(trace: Trace, op_ids: dict[int, int], ids: dict[Key, int]) -> tuple[list[Any], list[Any]]:
     """Forward ends with the last op; what autograd asks for comes after."""
     forward: list[Any] = []
     backward: list[Any] = []
-    last_op = max((i for i, (kind, _, _) in enumerate(trace) if kind in ("op", "save")), default=-1)
-    for i, (kind, item, _) in enumerate(trace):
+    last_op = max((i for i, (kind, _) in enumerate(trace.events) if kind in ("op", "save")), default=-1)
+    for i, (kind, item) in enumerate(trace.events):
         if kind == "op":
             forward.append(("op", op_ids[item]))
         else:
@@ -104,28 +95,26 @@ def signature_of(ops: Iterable[OpRecord], values: Iterable[ValueRecord]) -> str:
     return digest.hexdigest()[:16]
 
 
-def profile_step(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any) -> TapeRecord:
+def profile_step(recals: Recals, fn: Callable[..., Any], args: Any, kwargs: Any, costs: str = "model") -> TapeRecord:
     """Run one step (forward, and backward from a gradient of ones) with nothing dropped, and record it.
 
-    Buffers, generators and gradients are left as they were.
+    Buffers, generators and gradients are left as they were. ``costs``: ``"model"``, or ``"measured"`` (``measured.py``).
     """
-    inputs = [tensor for tensor in all_tensors((args, kwargs)) if tensor.requires_grad]
-    parameters = list(fn.parameters()) if hasattr(fn, "parameters") else []
-    grads = [(tensor, tensor.grad) for tensor in (*inputs, *parameters)]
-    for tensor, _ in grads:
-        tensor.grad = None  # backward would add to it in place
-    trace: Trace = []
-    with torch.enable_grad(), module_state_restored(fn):
-        recals.cache.trace = trace
-        out = recals(fn, *args, **kwargs)
-        roots = [tensor for tensor in output_tensors(out) if tensor.requires_grad]
-        external = recals._values_of(out)
-        try:
-            if roots:
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        finally:
-            for tensor, grad in grads:
-                tensor.grad = grad
-    recals.cache.trace = None
-    device = roots[0].device.type if roots else "cpu"
-    return record_of(trace, external, device)
+    if costs not in COSTS:
+        raise ValueError(f"costs={costs!r} is not known; there are: {', '.join(COSTS)}")
+    trace = Trace()
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recals.cache.trace = trace
+            out = recals(fn, *args, **kwargs)
+            trace.returned(recals._values_of(out))
+            return out
+
+        return call
+
+    with BareStep(fn, args, kwargs) as step:
+        step(wrap)
+        recals.cache.trace = None
+        record = record_of(trace, step.device.type, recals.cache.peak_pinned_bytes)
+        return with_measured_costs(recals, record, step, step.device, step.reset) if costs == "measured" else record

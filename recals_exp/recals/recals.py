@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,16 @@ from .facts import OpFacts
 from .graph import Value
 from .handles import unpack
 from .optimizers import watch_fused_steps
-from .policies import POLICIES, Fifo, Policy, StepPolicy, make_policy
+from .plans import StepPlan, plans_from_json, plans_to_json
+from .policies import POLICIES, Fifo, Planned, Policy, StepPolicy, make_policy
+from .policies.planned import default_planner
 from .prediction import Prediction, predict, profile_call
 from .profiling import profile_step
 from .randomness import GpuDevices, SavedGenerators
 from .record import TapeRecord
 from .recorder import NO_STORAGE, Recorder, Session
 from .replay import Replayer
+from .simulate import pinned_bytes
 from .sizes import format_bytes, parse_bytes
 from .structure import output_tensors, step_key
 from .tape import Registry, TensorValue
@@ -178,13 +182,14 @@ class Recals:
         self._seen.update(audit_keys(fn, args))
         return auditor.report()
 
-    def profile(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TapeRecord:
+    def profile(self, fn: Callable[..., Any], /, *args: Any, costs: str = "model", **kwargs: Any) -> TapeRecord:
         """The record of one step (forward, and backward from gradients of ones): what simulator and planner read.
 
-        Runs with nothing dropped. Buffers, generators and gradients are left as they were.
+        Runs with nothing dropped. Buffers, generators and gradients are left as they were. ``costs``: ``"model"`` (FLOPs and
+        bytes on a nominal machine) or ``"measured"`` (seconds here; runs the step some 16 times more).
         """
         self._learn(fn, args, kwargs)
-        return profile_step(self.unlimited(Fifo()), fn, args, kwargs)
+        return profile_step(self.unlimited(Fifo()), fn, args, kwargs, costs)
 
     def predict(
         self,
@@ -193,16 +198,64 @@ class Recals:
         *args: Any,
         budgets: Iterable[float | int | str] | None = None,
         policies: Iterable[str] = tuple(POLICIES),
+        costs: str = "model",
         **kwargs: Any,
     ) -> Prediction:
         """What every budget would cost under every policy, the bound, and the peak memory, from one profiled step.
 
         The step is a bare one: no loss, no optimizer (``python -m recals_exp mode=predict`` has both). Budgets are fractions in
         (0, 1] of what the step caches, or bytes ("512MiB"). ``format_prediction`` makes a table of it. Planning takes seconds
-        per budget; leave ``planned`` out where that is too long.
+        per budget; leave ``planned`` out where that is too long. ``costs``: as for ``profile``.
         """
         self._learn(fn, args, kwargs)
-        return predict(profile_call(self, fn, args, kwargs), budgets, policies)
+        return predict(profile_call(self, fn, args, kwargs, costs), budgets, policies)
+
+    def plan(self, fn: Callable[..., Any], /, *args: Any, costs: str = "model", **kwargs: Any) -> StepPlan:
+        """Plan steps like ``fn(*args, **kwargs)`` now, instead of in the background once they come again.
+
+        Profiles one step as ``profile`` does (with nothing dropped: it takes a plain step's memory), plans within the limit,
+        which takes seconds, and follows the plan from the second such step on.
+        """
+        policy = self._planned_policy("plan")
+        if self.cache.limit_bytes is None:
+            raise ValueError(
+                "there is nothing to plan without a cache limit: recals_with_rngs(limit, policy='planned')"
+            )
+        record = self.profile(fn, *args, costs=costs, **kwargs)
+        room = self.cache.limit_bytes - pinned_bytes(record)
+        if room < 0:
+            self.cache.peak_pinned_bytes = pinned_bytes(record)
+            self._refuse(self.cache.limit_bytes, 0, "")
+        step_plan = StepPlan(record, default_planner(record, room))
+        policy.load([step_plan])
+        return step_plan
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """The plans that are known: made so far, or loaded. ``format_plan`` makes a table of one."""
+        return self._planned_policy("plans").plans()
+
+    def save_plans(self, path: str | Path) -> None:
+        """Write the plans that are known, with the records of their steps, as JSON."""
+        Path(path).write_text(plans_to_json(self.plans), encoding="utf-8")
+
+    def load_plans(self, path: str | Path) -> tuple[StepPlan, ...]:
+        """Follow the plans that ``save_plans`` wrote, where their steps come again and the limit allows.
+
+        A step is known by its ops and sizes once it has run, so the first one still runs under ``dtr``.
+        """
+        policy = self._planned_policy("load_plans")
+        plans = plans_from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        policy.load(plans)
+        return plans
+
+    def _planned_policy(self, what: str) -> Planned:
+        policy = self.cache.policy
+        if not isinstance(policy, Planned):
+            raise ValueError(
+                f"{what}: policy={policy.name!r} makes no plans; use recals_with_rngs(limit, policy='planned')"
+            )
+        return policy
 
     def unlimited(self, policy: Policy) -> Recals:
         """Another object with no limit and a cache of its own, that shares what this one knows about ops."""
@@ -262,7 +315,7 @@ def recals_with_rngs(
     cache_limit_size: int | str | None,
     gpu_devices: GpuDevices = "all",
     *,
-    policy: str | Policy = "fifo",
+    policy: str | Policy = "planned",
     audit: str = "first",
 ) -> Recals:
     """A ``Recals`` with a cache limit.
@@ -272,7 +325,9 @@ def recals_with_rngs(
         gpu_devices: whose generators are saved before random ops, so that a re-run draws the same numbers: ``"all"``,
             ``"none"``, ``"cuda"``, ``"cpu"``, a device index (-1: CPU), a list of indices, or a tensor (its device).
             Results of random ops on other devices are held instead of re-run.
-        policy: what to drop: ``"fifo"`` (documented), or a ``Policy``.
+        policy: what to drop: ``"planned"`` (watches the second step, plans it in another process, and follows the plan;
+            until then as ``"dtr"``), ``"dtr"`` (decides as it goes: least cost per byte and staleness), ``"fifo"`` (the
+            documented curve: the oldest), or a ``Policy``. Results are the same, bit for bit, whatever is dropped.
         audit: run every op twice and compare (see ``Recals.audit``) on a callable's ``"first"`` call, ``"always"`` or
             ``"off"``. Foreign ops (not PyTorch's own) are never re-run before an audit has seen them.
 

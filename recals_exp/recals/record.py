@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the meaning of a field changes; `TapeRecord.from_json` refuses any other."""
 
 ForwardEvent: TypeAlias = tuple[Literal["op", "save", "free"], int]
@@ -62,6 +62,12 @@ class OpRecord:
     inputs: tuple[int, ...]  # ids of the non-source values it reads, each once
     outputs: tuple[int, ...]  # ids of the values it makes, saved or not
     results: tuple[int, ...] = ()  # which result each output is (negative: a written argument); (): 0, 1, 2, ...
+    model_cost: float | None = None  # the modelled cost, where `cost` is measured; None: `cost` is the modelled one
+
+    @property
+    def decision_cost(self) -> float:
+        """What online policies decide by: always the modelled cost, as in the engine."""
+        return self.cost if self.model_cost is None else self.model_cost
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class TapeRecord:
     backward_events: tuple[BackwardEvent, ...]
     forward_cost: float
     backward_cost: float  # 2 * forward_cost in the default model
+    pinned_bytes: int = 0  # the most held at once because it cannot be rebuilt, whether autograd saved it or not
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -129,9 +136,10 @@ class TapeRecord:
                 "cost_unit": self.cost_unit,
                 "forward_cost": self.forward_cost,
                 "backward_cost": self.backward_cost,
+                "pinned_bytes": self.pinned_bytes,
                 "values": [[v.nbytes, v.producer, v.saved, v.pinned, v.external, v.layer] for v in self.values],
                 "ops": [
-                    [o.name, o.layer, o.cost, o.flops, list(o.inputs), list(o.outputs), list(o.results)]
+                    [o.name, o.layer, o.cost, o.flops, list(o.inputs), list(o.outputs), list(o.results), o.model_cost]
                     for o in self.ops
                 ],
                 "forward_events": self.forward_events,
@@ -156,13 +164,14 @@ class TapeRecord:
             cost_unit=data["cost_unit"],
             values=tuple(ValueRecord(*fields) for fields in data["values"]),
             ops=tuple(
-                OpRecord(name, layer, cost, flops, tuple(inputs), tuple(outputs), tuple(results))
-                for name, layer, cost, flops, inputs, outputs, results in data["ops"]
+                OpRecord(name, layer, cost, flops, tuple(inputs), tuple(outputs), tuple(results), model_cost)
+                for name, layer, cost, flops, inputs, outputs, results, model_cost in data["ops"]
             ),
             forward_events=tuple((kind, index) for kind, index in data["forward_events"]),
             backward_events=tuple((kind, index) for kind, index in data["backward_events"]),
             forward_cost=data["forward_cost"],
             backward_cost=data["backward_cost"],
+            pinned_bytes=data["pinned_bytes"],
         )
 
 

@@ -436,6 +436,8 @@ class Recorder(RecorderMode):
             slot.latest = new
         self.registry[id(storage)] = new
         self.cache.replace(old, new, storage)
+        if type(old) is TensorValue:
+            old.guard = None  # an alias too: the handles are the new version's, and it must not outlive them
         if must_keep and isinstance(new, Source):
             new.keep(storage, self.cache)
         return new.producer is not None

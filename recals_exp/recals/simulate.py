@@ -47,7 +47,7 @@ class _SimOp(Op):
         self.record = record
 
     def cost(self) -> float:
-        return self.record.cost
+        return self.record.decision_cost
 
     def name(self) -> str:
         return self.record.name
@@ -88,7 +88,7 @@ class Adder:
 
     def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[Any]:
         assert isinstance(op, _SimOp)
-        self.cost += op.cost()
+        self.cost += op.record.cost
         self.ops.append(op.id)
         if self.cache is not None:
             self.highest_bytes = max(self.highest_bytes, self.bytes_now() + sum(value.nbytes for value in wanted))
@@ -108,6 +108,11 @@ def following(record: TapeRecord, plan: Plan) -> Planned:
 
 def pinned_bytes(record: TapeRecord) -> int:
     """The most that is held at once because it cannot be rebuilt."""
+    return max(record.pinned_bytes, _saved_pinned_bytes(record))
+
+
+def _saved_pinned_bytes(record: TapeRecord) -> int:
+    """The part of it that autograd saved."""
     live = peak = 0
     for kind, index in record.forward_events:
         value = record.values[index] if kind != "op" else None
@@ -138,6 +143,7 @@ def simulate(
     if isinstance(chosen, StepPolicy):
         chosen.began(cache, record.signature, 0)
     cache.calls_running = 1
+    cache.pin(pinned_bytes(record) - _saved_pinned_bytes(record))  # autograd never asks for these
     if watch is not None:
         adder.cache = cache
     for kind, index in record.forward_events:
@@ -195,7 +201,7 @@ def _release(cache: Cache, value: Value) -> None:
     """The record names the death of the last handle only."""
     while value.handles:
         cache.release(value)
-    if value.pinned:
+    if value.pinned and cache.pinned_bytes:
         cache.unpin(value.nbytes)
 
 

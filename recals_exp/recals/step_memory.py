@@ -28,10 +28,9 @@ rule 2 says, and caching by libraries. Good to a few percent; a target that must
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd import _record_function_with_args_enter as _enter
@@ -140,23 +139,6 @@ def quiet_profiler() -> Iterator[None]:
     finally:
         if before is None:
             os.environ.pop(name, None)
-
-
-class Marked(list[tuple[str, Any, str]]):
-    """A trace that calls ``mark`` for every event appended to it."""
-
-    def __init__(self, mark: Callable[[], None]) -> None:
-        super().__init__()
-        self._mark = mark
-
-    def append(self, event: tuple[str, Any, str]) -> None:
-        super().append(event)
-        self._mark()
-
-    def __iadd__(self, events: Iterable[tuple[str, Any, str]]) -> Marked:  # type: ignore[override,misc]
-        for event in events:
-            self.append(event)
-        return self
 
 
 class LiveBytes:

@@ -60,7 +60,7 @@ _FROM_POLICY_GROUP = ("policy", "policy_options")
 
 
 def make_strategy(
-    name: str, policy: str = "fifo", policy_options: Mapping[str, Any] | None = None, **options: Any
+    name: str, policy: str = "planned", policy_options: Mapping[str, Any] | None = None, **options: Any
 ) -> Strategy:
     """The strategy of that name. ValueError says which strategies, policies and options there are."""
     if name not in STRATEGIES:

@@ -17,7 +17,7 @@ class RecalsStrategy(Strategy):
 
     def __init__(
         self,
-        policy: str = "fifo",
+        policy: str = "planned",
         policy_options: Mapping[str, Any] | None = None,
         gpu_devices: Any = "all",  # whose generators are saved, in every form `recals_with_rngs` takes
         audit: str = "first",  # when to check that what may be dropped reproduces: "first" call, "always", "off"

@@ -199,6 +199,6 @@ def test_two_objects_do_not_know_each_other() -> None:
 
 def test_it_says_what_it_is() -> None:
     assert isinstance(recals_with_rngs("1MiB"), Recals)
-    assert recals_with_rngs("1MiB").policy == "fifo"
+    assert recals_with_rngs("1MiB").policy == "planned"
     with pytest.raises(AttributeError):
         recals_with_rngs("1MiB").stats = None  # type: ignore[misc, assignment]

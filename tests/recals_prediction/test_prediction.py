@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from recals_exp import records
 from recals_exp.recals import CacheLimitError, Prediction, Recals, TapeRecord, format_prediction, recals_with_rngs
+from recals_exp.recals.graph import Value
 from recals_exp.recals.planning.checker import check
 from recals_exp.recals.planning.planner import make_plan
 from recals_exp.recals.policies import Planned
 from recals_exp.recals.prediction import Bounds, documented_overhead_pct, knee, predict, profile_call
 from recals_exp.recals.record import OpRecord, ValueRecord
 from recals_exp.recals.simulate import following, simulate
-from recals_exp.recals.step_memory import LiveBytes, Marked, StepMemory, step_memory
+from recals_exp.recals.step_memory import LiveBytes, StepMemory, step_memory
+from recals_exp.recals.trace import Trace
 
 BATCH, WIDTH = 128, 64
 
@@ -190,10 +192,11 @@ def test_resident_bytes_are_parameters_buffers_and_inputs(net: Net, x: Tensor) -
 
 def test_marks_of_another_step_are_refused(prediction: Prediction) -> None:
     live = LiveBytes(torch.device("cpu"))
-    trace = Marked(live.mark)
+    trace = Trace(live.mark)
     with live.watching():
-        trace.append(("free", None, ""))
-        trace += [("free", None, ""), ("free", None, "")]
+        value = Value(None, 0, 8)
+        trace.append(("free", value, ""))
+        trace += [("free", value, ""), ("free", value, "")]
     assert len(live.at_mark) == len(trace) == 3
     with pytest.raises(RuntimeError, match=r"the step left 3 marks for the \d+ events of its record"):
         step_memory(prediction.profile.record, live, 0)

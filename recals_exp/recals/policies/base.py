@@ -66,9 +66,5 @@ class StepPolicy(Policy):
         """A call has returned; ``values`` belong to its outputs, which the caller holds."""
 
     @abstractmethod
-    def trace_lost(self) -> None:
-        """The step holds bytes that cannot be rebuilt: it is no longer traced."""
-
-    @abstractmethod
     def ended(self, cache: Cache) -> None:
         """The last handle has died."""

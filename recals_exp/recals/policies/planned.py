@@ -1,9 +1,11 @@
 """Planned: watch one step, plan it, follow the plan while the same step comes again.
 
 The first steps of a kind (same callable, same shapes) run under ``Dtr``. When the kind comes again its tape is traced, and a
-plan is made in the background (``planning/``), so that training does not stall; steps until then stay with ``Dtr``. A step that
+plan is made by another process (``planning/worker.py``), so that training does not stall; steps until then stay with ``Dtr``. A step that
 departs from its plan is noticed at the first saved value that is not where the plan has it: the rest of it runs under
 ``Dtr``, exactly as ever, and the kind is traced anew the next time.
+
+Plans are known by the signature of their step: one that is known already, from this run or from a file, is followed at once.
 
 Plans may cost time, never exactness: what to hold is all that a plan says.
 """
@@ -11,21 +13,27 @@ Plans may cost time, never exactness: what to hold is all that a plan says.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from ..graph import Value
+from ..planning.worker import WorkerStopped, plan_in_process
+from ..plans import StepPlan
 from ..record import TapeRecord
+from ..trace import Trace
 from .base import StepPolicy
 from .dtr import Dtr
+from .fifo import Fifo
 
 if TYPE_CHECKING:
     from ..cache import Cache
     from ..planning.plan import Plan, Step
-    from ..profiling import Trace
 
-_ONE_AT_A_TIME = threading.Lock()  # planning takes a core: several plans at once would only slow down training
+_LOCKS: dict[int, threading.Lock] = {}  # by process: a fork must not wait for a thread that it does not have
+_SMALL_OPS = 64  # up to here a plan is made sooner than a process starts
 _FULL_EFFORT_OPS = 400
 _KINDS_KEPT = 64
 _LOG = logging.getLogger(__name__)
@@ -36,11 +44,12 @@ Planner = Callable[[TapeRecord, int], "Plan"]
 class Route:
     """A plan laid over the tape it was made for: where each value of the plan is on the tape."""
 
-    __slots__ = ("places", "plan", "record", "values")
+    __slots__ = ("places", "plan", "record", "step_plan", "values")
 
-    def __init__(self, record: TapeRecord, plan: Plan) -> None:
-        self.record = record
-        self.plan = plan
+    def __init__(self, step_plan: StepPlan) -> None:
+        self.step_plan = step_plan
+        self.record = record = step_plan.record
+        self.plan = step_plan.plan
         self.values: dict[tuple[int, int], tuple[int, int]] = {}  # (op, result) -> (id, bytes)
         self.places: list[tuple[int, int] | None] = [None] * len(record.values)  # id -> (op, result)
         for op_id, op in enumerate(record.ops):
@@ -66,13 +75,16 @@ class Planned(StepPolicy):
     """``planner`` maps a record and a limit to a plan; by default ``planning.planner.make_plan``.
 
     ``waits``: plan in the step that needs it instead of in the background (repeatable, for tests and benchmarks).
+    ``measured``: a record whose costs were measured; steps like it are planned by these costs, others by modelled ones.
     """
 
     name: ClassVar[str] = "planned"
     watches: ClassVar[bool] = True
 
-    def __init__(self, planner: Planner | None = None, waits: bool = False) -> None:
+    def __init__(self, planner: Planner | None = None, waits: bool = False, measured: TapeRecord | None = None) -> None:
         self._planner = planner or default_planner
+        self._measured = measured
+        self._library: dict[str, StepPlan] = {}  # by signature
         self._waits = waits
         self._fallback = Dtr()
         self._kinds: dict[Hashable, _Kind] = {}
@@ -83,7 +95,7 @@ class Planned(StepPolicy):
         self._nth: dict[int, int] = {}  # misses of each id so far
         self._step: Step | None = None
         self._hold: frozenset[Value] = frozenset()
-        self._external: list[Value] = []
+        self._trace: Trace | None = None
         self.steps_followed = 0
         self.steps_departed = 0
 
@@ -99,31 +111,33 @@ class Planned(StepPolicy):
         self._first_seq = first_seq
         self._route = kind.route
         kind.seen += 1
-        comes_again = kind.seen > 1 or self._waits  # a kind seen once may never come again: not worth a plan
+        # a kind seen once may never come again: not worth a plan, unless there is one already
+        comes_again = kind.seen > 1 or self._waits or bool(self._library)
         is_open = kind.is_plannable and not kind.is_planning
         if kind.route is None and comes_again and is_open and cache.limit_bytes is not None:
-            cache.trace = []
+            self._trace = cache.trace = Trace()
 
     def returned(self, values: Iterable[Value]) -> None:
-        self._external.extend(values)
-
-    def trace_lost(self) -> None:
-        if self._kind is not None:
-            self._kind.is_plannable = False
+        if self._trace is not None:
+            self._trace.returned(values)
 
     def ended(self, cache: Cache) -> None:
-        kind, trace = self._kind, cache.trace
+        kind, trace = self._kind, self._trace
         if self._route is not None:
             self.steps_followed += 1
-        external, self._external = self._external, []
         self._clear()
+        if trace is None:
+            return
         cache.trace = None
-        if kind is None or trace is None or cache.limit_bytes is None:
+        if kind is None or cache.limit_bytes is None:
             return
         room = cache.limit_bytes - cache.peak_pinned_bytes
-        record = self._record(trace, external)
-        trace.clear()  # it holds on to the whole tape
-        external.clear()
+        record = self._record(trace)
+        if record is not None:
+            known = self._library.get(record.signature)
+            if known is not None and known.plan.limit_bytes <= room:
+                kind.route = Route(known)
+                return
         if record is None or not record.backward_events or room < 0 or record.cache_total_bytes <= room:
             kind.is_plannable = False
             return
@@ -133,12 +147,17 @@ class Planned(StepPolicy):
         else:
             threading.Thread(target=self._plan, args=(kind, record, room), name="recals-planner", daemon=True).start()
 
-    @staticmethod
-    def _record(trace: Trace, external: list[Value]) -> TapeRecord | None:
+    def _record(self, trace: Trace) -> TapeRecord | None:
         from ..profiling import record_of
 
         try:
-            return record_of(trace, external)
+            record = record_of(trace)
+            measured = self._measured
+            if measured is not None and measured.signature == record.signature:
+                costs = measured.cost_unit, measured.ops, measured.forward_cost, measured.backward_cost
+                unit, ops, forward, backward = costs
+                record = replace(record, cost_unit=unit, ops=ops, forward_cost=forward, backward_cost=backward)
+            return record
         except ValueError as error:  # backward inside of the call, say
             _LOG.info("no record of this kind of step, it stays with dtr: %s", error)
             return None
@@ -146,22 +165,54 @@ class Planned(StepPolicy):
     def _plan(self, kind: _Kind, record: TapeRecord, room: int) -> None:
         """Plan one kind of step. It runs after a handle's death or in a thread of its own: nothing may come out of it."""
         try:
-            with _ONE_AT_A_TIME:
-                kind.route = Route(record, self._planner(record, room))
+            # planning takes a core: several plans at once would only slow down training
+            with _LOCKS.setdefault(os.getpid(), threading.Lock()):
+                step_plan = StepPlan(record, self._make_plan(record, room))
+            self._learn(step_plan)
+            kind.route = Route(step_plan)
+        except WorkerStopped:
+            kind.is_plannable = False
         except Exception:
             kind.is_plannable = False
             _LOG.exception("planning failed; this kind of step stays with dtr")
         finally:
             kind.is_planning = False
 
+    def _make_plan(self, record: TapeRecord, room: int) -> Plan:
+        if self._planner is not default_planner or self._waits or len(record.ops) <= _SMALL_OPS:
+            return self._planner(record, room)
+        try:
+            return plan_in_process(record, room)
+        except OSError as error:
+            _LOG.info(
+                "planning in a thread, which slows down training meanwhile: no process could be started: %s", error
+            )
+            return self._planner(record, room)
+
     def install(self, key: Hashable, record: TapeRecord, plan: Plan) -> None:
         """Follow ``plan`` in steps of the kind ``key`` from now on."""
         kind = self._kinds.setdefault(key, _Kind())
-        kind.route = Route(record, plan)
+        kind.route = Route(StepPlan(record, plan))
+
+    def load(self, plans: Iterable[StepPlan]) -> None:
+        """Follow these plans in steps of their signatures."""
+        for step_plan in plans:
+            self._learn(step_plan)
+
+    def _learn(self, step_plan: StepPlan) -> None:
+        self._library.pop(step_plan.signature, None)
+        while len(self._library) >= _KINDS_KEPT:
+            del self._library[next(iter(self._library))]
+        self._library[step_plan.signature] = step_plan
+
+    def plans(self) -> tuple[StepPlan, ...]:
+        """Every plan that is known."""
+        return tuple(self._library.values())
 
     def _clear(self) -> None:
         self._route = None
         self._kind = None
+        self._trace = None
         self._values.clear()
         self._nth.clear()
         self._step = None
@@ -265,9 +316,10 @@ class Planned(StepPolicy):
 
 
 def default_planner(record: TapeRecord, limit_bytes: int) -> Any:
-    """The planner of this package, with DTR's schedule as a plan to beat."""
+    """The planner of this package, with the schedules of DTR and FIFO as plans to beat."""
     from ..planning.planner import make_plan
     from ..simulate import plan_of
 
     effort = min(1.0, len(record.ops) / _FULL_EFFORT_OPS)
-    return make_plan(record, limit_bytes, effort=effort, others=(plan_of(record, limit_bytes, "dtr"),)).plan
+    rivals = tuple(plan_of(record, limit_bytes, rival) for rival in (Dtr.name, Fifo.name))
+    return make_plan(record, limit_bytes, effort=effort, others=rivals).plan

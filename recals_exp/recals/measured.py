@@ -1,0 +1,210 @@
+"""Measured costs: what re-running each op of a recorded step takes on this machine, as the engine re-runs it.
+
+Why not the cost model (``costs.py``): it knows the ratio of a matrix product to an elementwise op on a nominal machine. What a
+limit will cost *here*, in percent of a step, hangs on this machine's kernels, caches and allocator. Why not a profiler's times of
+forward: a replay pays for its own bookkeeping, and its memory is as cold as it will be.
+
+How: steps in which everything that autograd saves is dropped and, at the first miss, all of it is rebuilt in one replay, whose
+ops are timed one by one. Each such step stands next to a plain one, whose time is the measure.
+
+Rules
+1. Times are taken as shares of the plain step beside them, so that a machine whose speed drifts gives the same costs; of the
+   shares the median counts: stable from run to run as far as the machine is.
+2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
+3. An op that never had to be re-run gets its modelled cost, in proportion to the others.
+4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
+5. Measuring takes the memory of a plain step: nothing stays dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import torch
+
+from .bare_step import RunStep
+from .graph import Op, Value
+from .policies.base import Policy
+from .record import RecordError, TapeRecord
+from .replay import Replayer
+
+if TYPE_CHECKING:
+    from .cache import Cache
+    from .recals import Recals
+
+COSTS = ("model", "measured")
+ROUNDS = 7
+
+
+@final
+class RebuildAll(Policy):
+    """Holds nothing in forward; the first miss rebuilds everything."""
+
+    name: ClassVar[str] = "rebuild-all"
+    watches: ClassVar[bool] = False
+
+    def keeps(self, cache: Cache, value: Value) -> bool:
+        return False
+
+    def victim(self, cache: Cache, incoming: Value) -> Value | None:
+        return None
+
+    def targets(self, cache: Cache, missed: Value) -> Iterable[Value]:
+        return [value for value in cache.live if value.bytes() is None]
+
+    def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
+        return is_target
+
+    def used(self, cache: Cache, value: Value) -> None:
+        pass
+
+    def dropped(self, cache: Cache, value: Value) -> None:
+        pass
+
+    def freed(self, cache: Cache, value: Value) -> None:
+        pass
+
+
+class Stopwatch:
+    """An executor that times every op which another one runs."""
+
+    def __init__(self, replayer: Replayer, device: torch.device) -> None:
+        self._replayer = replayer
+        self._waits = device.type != "cpu"
+        self._device = device
+        self._last_s = 0.0
+        self.times: dict[int, tuple[str, float]] = {}  # position on the tape -> name, seconds
+
+    @property
+    def flops(self) -> int:
+        return self._replayer.flops
+
+    @flops.setter
+    def flops(self, flops: int) -> None:
+        self._replayer.flops = flops
+
+    def replaying(self) -> AbstractContextManager[None]:
+        return self._timed_from_here()
+
+    @contextmanager
+    def _timed_from_here(self) -> Iterator[None]:
+        with self._replayer.replaying():
+            self._last_s = self._now()
+            yield
+
+    def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[Any]:
+        found = self._replayer.run(op, env, wanted, scratch)
+        now = self._now()  # from op to op: what the cache does in between is part of a re-run
+        self.times[op.seq] = (op.name(), self.times.get(op.seq, ("", 0.0))[1] + now - self._last_s)
+        self._last_s = now
+        return found
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+
+def with_measured_costs(
+    recals: Recals,
+    record: TapeRecord,
+    run: RunStep,
+    device: torch.device,
+    reset: Callable[[], None] = lambda: None,
+    rounds: int = ROUNDS,
+) -> TapeRecord:
+    """The record with costs in seconds on this machine.
+
+    Args:
+        recals: whose knowledge of ops is used.
+        record: of the step that ``run`` does.
+        run: one whole step; it calls ``wrap(model)`` where it would call the model, once.
+        device: where the step runs.
+        reset: puts the state back that ``run`` starts from; called before each step.
+        rounds: steps of each kind.
+
+    Raises:
+        RecordError: a timed step ran other ops than the recorded one (rule 2).
+    """
+    shares: list[dict[int, float]] = []
+    forward_shares: list[float] = []
+    steps_s: list[float] = []
+    for number in range(rounds + 1):
+        reset()
+        gc.collect()
+        step_s, forward_s = _plain_step(run, device)
+        reset()
+        gc.collect()
+        times = _timed_step(recals, record, run, device)
+        if number == 0:
+            continue  # the first round warms up
+        steps_s.append(step_s)
+        forward_shares.append(forward_s / step_s)
+        shares.append({op: seconds / step_s for op, seconds in times.items()})
+    step_s = statistics.median(steps_s)
+    seconds = {op: step_s * statistics.median([share[op] for share in shares]) for op in shares[0]}
+    modelled = sum(record.ops[op].cost for op in seconds)
+    scale = sum(seconds.values()) / modelled if modelled else 0.0
+    forward_s = step_s * statistics.median(forward_shares)
+    return replace(
+        record,
+        cost_unit="s",
+        device=str(device),
+        ops=tuple(
+            replace(op, cost=seconds.get(i, scale * op.cost), model_cost=op.decision_cost)
+            for i, op in enumerate(record.ops)
+        ),
+        forward_cost=forward_s,
+        backward_cost=step_s - forward_s,
+    )
+
+
+def _plain_step(run: RunStep, device: torch.device) -> tuple[float, float]:
+    """Seconds of a plain step, and of the model's call in it."""
+    forward_s = 0.0
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal forward_s
+            begin = _synchronized(device)
+            out = fn(*args, **kwargs)
+            forward_s += _synchronized(device) - begin
+            return out
+
+        return call
+
+    begin = _synchronized(device)
+    run(wrap)
+    return _synchronized(device) - begin, forward_s
+
+
+def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.device) -> dict[int, float]:
+    """Seconds of each op that was re-run, by its place in the record."""
+    timed = recals.unlimited(RebuildAll())
+    watch = Stopwatch(timed.replayer, device)
+    timed.cache.executor = watch
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: timed(fn, *args, **kwargs)
+
+    run(wrap)
+    for place, (name, _) in watch.times.items():
+        known = record.ops[place].name if place < len(record.ops) else "nothing"
+        if name != known:
+            raise RecordError(
+                f"op {place} of the step was {known} when it was recorded and {name} when it was timed: the step does not repeat "
+                "itself, so its costs cannot be measured; use costs='model'"
+            )
+    return {place: seconds for place, (_, seconds) in watch.times.items()}
+
+
+def _synchronized(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
