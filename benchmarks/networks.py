@@ -144,10 +144,10 @@ class Training:
     batch: tuple[Tensor, Tensor]
 
 
-def training(name: str, samples: int | None = None) -> Training:
-    """The training step of a network; ``samples``: of the batch, all of them by default."""
+def training(network: str | Callable[[], tuple[nn.Module, Tensor]], samples: int | None = None) -> Training:
+    """The training step of a network, by name or by what builds it; ``samples``: of the batch, all of them by default."""
     torch.manual_seed(0)
-    model, x = NETWORKS[name]()
+    model, x = NETWORKS[network]() if isinstance(network, str) else network()
     x = x[:samples]
     with torch.no_grad():
         shape = model.eval()(x).shape

@@ -95,6 +95,7 @@ class Settings:
     threads: int | None = field(default=None, metadata=_allowed(f"{_WHOLE} 1, or null for torch's choice"))
     autocast: str | None = field(default=None, metadata=_allowed("bfloat16, float16, or null for none"))
     dtype: str = field(default="float32", metadata=_allowed("one of " + ", ".join(DTYPES)))
+    costs: str = field(default="model", metadata=_allowed("model or measured"))
     deterministic: bool = field(default=False, metadata=_allowed("true or false"))
     checkpoint_every: int = field(default=0, metadata=_allowed(f"{_WHOLE} 0"))
     train_steps: int = field(default=10, metadata=_allowed(f"{_WHOLE} 0"))

@@ -26,6 +26,7 @@ from recals_exp.pipelinespec import PipelineSpec
 
 MODES = ("run", "predict", "analyze", "dry_run", "batch_size")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+COSTS = ("model", "measured")
 BUDGET_FORMS = (
     "a fraction in (0, 1] of the analysed total, a size with its unit such as 512MiB, knee, or null for no limit"
 )
@@ -208,6 +209,7 @@ class RunConfig:
     threads: int | None = None  # intra-op threads; None = torch's own choice
     autocast: str | None = None  # None, "bfloat16" or "float16"
     dtype: str = "float32"  # of parameters and inputs; one of DTYPES
+    costs: str = "model"  # of ops, for predictions and plans; one of COSTS
     deterministic: bool = False  # torch's deterministic algorithms only
     checkpoint_every: int = 0  # steps of training; 0 = only when interrupted
     train_steps: int = 10  # steps of real learning under the strategy; their losses are logged
@@ -235,6 +237,8 @@ class RunConfig:
             )
         if self.autocast not in (None, "bfloat16", "float16"):
             problems.append(f"autocast={self.autocast!r} is not allowed: use bfloat16, float16, or null for none")
+        if self.costs not in COSTS:
+            problems.append(f"costs={self.costs!r} is not allowed: use one of {', '.join(COSTS)}")
         if self.dtype not in DTYPES:
             problems.append(f"dtype={self.dtype!r} is not allowed: use one of {', '.join(DTYPES)}")
         if self.mode not in MODES:

@@ -1,6 +1,6 @@
 """One job from its configuration to its record: the only module that sees all parts.
 
-    build -> analyse -> parity -> prediction -> training -> warm-up -> memory -> FLOPs -> timed pairs -> record, events
+    build -> analyse -> prediction -> parity -> training -> warm-up -> memory -> FLOPs -> timed pairs -> record, events
 
 Why this order: parity runs first, because numbers of a wrong step are worth nothing; training comes before the
 measurements, so that optimizer state exists and what is measured is a step in the middle of learning. Each
@@ -56,8 +56,8 @@ from recals_exp.pipelines import BoundPipeline, PipelineStrategy, PlainLoop, wri
 from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step, write_prediction
 from recals_exp.processes import ProcessJob, check_started_alone
 from recals_exp.progress import Progress, SilentProgress
-from recals_exp.recals import Analysis, Stats, format_analysis, format_bytes, recals_with_rngs
-from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
+from recals_exp.recals import Analysis, Stats, TapeRecord, format_analysis, format_bytes, recals_with_rngs
+from recals_exp.recals.prediction import Bounds, Profile, plan_step, predict, predicted_overhead_pct
 from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, StrategyRecord, TrainingRecord
 from recals_exp.runconfig import RunConfig
 from recals_exp.stagerecords import StagesRecord
@@ -225,8 +225,8 @@ class _Job:
         total_bytes = analysis.total_bytes
         limit = self._choose_limit(step, batch, analysis)
         limit_bytes = int(limit) if limit is not None and self.strategy.uses_budget else None
-        parity = self._check_parity(step, limit, batch)
         predicted_pct, bound_pct = self._predict_overhead(step, batch, limit_bytes)
+        parity = self._check_parity(step, limit, batch)
         bound = self.strategy.bind(step.model, limit)
         training = self._train(step, bound, batch, batches, folder)
         state = StartingState(step, config.seed)
@@ -368,7 +368,7 @@ class _Job:
             if options.get("audit", "first") != "off":
                 with step.autocast():
                     recals.audit(step.model, batch.x)  # ops that do not come back bit for bit are never re-run
-            self.profile = profile_training_step(step, state, recals, batch)
+            self.profile = profile_training_step(step, state, recals, batch, self.config.costs)
         return self.profile
 
     def _predict_overhead(
@@ -382,18 +382,38 @@ class _Job:
             with amid_training(step, batch, self.config.seed) as state:
                 record = self._profile(step, state, batch).record
             started = time.perf_counter()
-            predicted = predicted_overhead_pct(record, limit_bytes, self.strategy.policy)
             if self.strategy.policy == "planned":
+                predicted = self._plan(record, limit_bytes)
                 planning_s = time.perf_counter() - started
                 self.base = dataclasses.replace(self.base, planning_s=planning_s)
                 log.info("planned in %.2f s", planning_s)
+            else:
+                predicted = predicted_overhead_pct(record, limit_bytes, self.strategy.policy)
             bound = Bounds(record).overhead_pct(limit_bytes)
+            predicted, bound = predicted + record.recording_pct, bound + record.recording_pct
             log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
         self._done("predicted")
         return predicted, bound
 
+    def _plan(self, record: TapeRecord, limit_bytes: int) -> float:
+        """Make the plan that the strategy follows from its second step on; the overhead that it predicts, in percent."""
+        config = self.config
+        step_plan = plan_step(record, limit_bytes)
+        if step_plan is None:
+            return 0.0
+        if not self.pipelined:
+            options = {**config.policy_kwargs, "plans": (step_plan,)}
+            self.strategy = make_strategy(config.strategy, config.policy, options, **config.strategy_kwargs)
+        return step_plan.plan.overhead_pct
+
     def _check_parity(self, step: TrainStep, limit: float | None, batch: Batch) -> ParityRecord:
-        parity = check_parity(step, lambda model: self.strategy.bind(model, limit), batch, self.config.seed)
+        parity = check_parity(
+            step,
+            lambda model: self.strategy.bind(model, limit),
+            batch,
+            self.config.seed,
+            rehearsals=int(self.strategy.policy == "planned"),  # the first step has no plan yet
+        )
         for line in parity.differences:
             log.warning("parity: %s", line)
         self._done("parity checked")

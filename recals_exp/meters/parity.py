@@ -59,14 +59,16 @@ def check_parity(
     seed: int,
     *,
     baseline: Callable[[nn.Module], Forward] = lambda model: model,
+    rehearsals: int = 0,
 ) -> ParityRecord:
     """Compare one step of `bind(copy of the model)` with one plain step, or with one of `baseline(copy of the model)`.
 
-    The model itself is not touched.
+    The model itself is not touched. `rehearsals`: steps that both do before, without an optimizer; for a strategy that does
+    something else after its first.
     """
-    plain = _trace(step, baseline, batch, seed)
-    wrapped = _trace(step, bind, batch, seed)
-    return compare(plain, wrapped, lambda: _trace(step, baseline, batch, seed))
+    plain = _trace(step, baseline, batch, seed, rehearsals)
+    wrapped = _trace(step, bind, batch, seed, rehearsals)
+    return compare(plain, wrapped, lambda: _trace(step, baseline, batch, seed, rehearsals))
 
 
 def compare(plain: StepTrace, wrapped: StepTrace, again: Callable[[], StepTrace] | None = None) -> ParityRecord:
@@ -88,11 +90,23 @@ def compare(plain: StepTrace, wrapped: StepTrace, again: Callable[[], StepTrace]
     )
 
 
-def _trace(step: TrainStep, bind: Callable[[nn.Module], Forward], batch: tuple[Tensor, Tensor], seed: int) -> StepTrace:
+def _trace(
+    step: TrainStep,
+    bind: Callable[[nn.Module], Forward],
+    batch: tuple[Tensor, Tensor],
+    seed: int,
+    rehearsals: int,
+) -> StepTrace:
     model = copy.deepcopy(step.model)
-    model.zero_grad(set_to_none=True)
     seed_everything(seed)
-    output, loss = step.compute_loss(bind(model), *batch)
+    forward = bind(model)
+    for _ in range(rehearsals):
+        model.zero_grad(set_to_none=True)
+        output, loss = step.compute_loss(forward, *batch)
+        loss.backward()
+        del output, loss  # the next step begins with nothing of this one alive
+    model.zero_grad(set_to_none=True)
+    output, loss = step.compute_loss(forward, *batch)
     # read before backward: nothing keeps a later in-place write from changing them
     outputs = _snapshot({f"output {index}": leaf for index, leaf in enumerate(tree_flatten(output)[0])})
     loss_value = _snapshot({"loss": loss})

@@ -5,7 +5,8 @@ limit will cost *here*, in percent of a step, hangs on this machine's kernels, c
 forward: a replay pays for its own bookkeeping, and its memory is as cold as it will be.
 
 How: steps in which everything that autograd saves is dropped and, at the first miss, all of it is rebuilt in one replay, whose
-ops are timed one by one. Each such step stands next to a plain one, whose time is the measure.
+ops are timed one by one. Each such step stands next to a plain one, whose time is the measure, and to one in which nothing is
+dropped, which tells what recording costs.
 
 Rules
 1. Times are taken as shares of the plain step beside them, so that a machine whose speed drifts gives the same costs; of the
@@ -14,6 +15,8 @@ Rules
 3. An op that never had to be re-run gets its modelled cost, in proportion to the others.
 4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
 5. Measuring takes the memory of a plain step: nothing stays dropped.
+6. On the CPU with one thread, the time that counts is the thread's own: what other programs take of a busy machine is no cost of
+   an op. With more threads, and on accelerators, it is the clock's.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import torch
 
 from .bare_step import RunStep
 from .graph import Op, Value
-from .policies.base import Policy
+from .policies import Fifo, Policy
 from .record import RecordError, TapeRecord
 from .replay import Replayer
 
@@ -48,6 +51,9 @@ class RebuildAll(Policy):
 
     name: ClassVar[str] = "rebuild-all"
     watches: ClassVar[bool] = False
+
+    def anew(self) -> RebuildAll:
+        return RebuildAll()
 
     def keeps(self, cache: Cache, value: Value) -> bool:
         return False
@@ -76,7 +82,6 @@ class Stopwatch:
 
     def __init__(self, replayer: Replayer, device: torch.device) -> None:
         self._replayer = replayer
-        self._waits = device.type != "cpu"
         self._device = device
         self._last_s = 0.0
         self.times: dict[int, tuple[str, float]] = {}  # position on the tape -> name, seconds
@@ -106,9 +111,7 @@ class Stopwatch:
         return found
 
     def _now(self) -> float:
-        if self._waits:
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+        return now_s(self._device)
 
 
 def with_measured_costs(
@@ -134,18 +137,23 @@ def with_measured_costs(
     """
     shares: list[dict[int, float]] = []
     forward_shares: list[float] = []
+    recording_shares: list[float] = []
     steps_s: list[float] = []
     for number in range(rounds + 1):
         reset()
         gc.collect()
-        step_s, forward_s = _plain_step(run, device)
+        step_s, forward_s = _step(run, None, device)
         reset()
         gc.collect()
         times = _timed_step(recals, record, run, device)
+        reset()
+        gc.collect()
+        recorded_s, _ = _step(run, recals.unlimited(Fifo()), device)
         if number == 0:
             continue  # the first round warms up
         steps_s.append(step_s)
         forward_shares.append(forward_s / step_s)
+        recording_shares.append(recorded_s / step_s - 1)
         shares.append({op: seconds / step_s for op, seconds in times.items()})
     step_s = statistics.median(steps_s)
     seconds = {op: step_s * statistics.median([share[op] for share in shares]) for op in shares[0]}
@@ -162,26 +170,27 @@ def with_measured_costs(
         ),
         forward_cost=forward_s,
         backward_cost=step_s - forward_s,
+        recording_cost=max(0.0, step_s * statistics.median(recording_shares)),
     )
 
 
-def _plain_step(run: RunStep, device: torch.device) -> tuple[float, float]:
-    """Seconds of a plain step, and of the model's call in it."""
+def _step(run: RunStep, recals: Recals | None, device: torch.device) -> tuple[float, float]:
+    """Seconds of a step, and of the model's call in it. None: a plain step."""
     forward_s = 0.0
 
     def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal forward_s
-            begin = _synchronized(device)
-            out = fn(*args, **kwargs)
-            forward_s += _synchronized(device) - begin
+            begin = now_s(device)
+            out = fn(*args, **kwargs) if recals is None else recals(fn, *args, **kwargs)
+            forward_s += now_s(device) - begin
             return out
 
         return call
 
-    begin = _synchronized(device)
+    begin = now_s(device)
     run(wrap)
-    return _synchronized(device) - begin, forward_s
+    return now_s(device) - begin, forward_s
 
 
 def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.device) -> dict[int, float]:
@@ -204,7 +213,10 @@ def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.
     return {place: seconds for place, (_, seconds) in watch.times.items()}
 
 
-def _synchronized(device: torch.device) -> float:
+def now_s(device: torch.device) -> float:
+    """Seconds, with nothing under way on ``device`` (rule 6)."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.thread_time()
     return time.perf_counter()

@@ -22,7 +22,9 @@ import torch
 from .bare_step import BareStep, RunStep
 from .errors import CacheLimitError
 from .measured import COSTS, with_measured_costs
+from .plans import StepPlan
 from .policies import POLICIES, Fifo, Planned, Policy
+from .policies.planned import default_planner
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
 from .simulate import following, pinned_bytes, plan_of, simulate
@@ -56,8 +58,7 @@ class Profile:
     @property
     def smallest_limit_bytes(self) -> int:
         """The smallest limit with which the engine runs the step (rule 3)."""
-        largest = max((v.nbytes for v in self.record.values if v.saved and v.producer != SOURCE), default=0)
-        return max(1, largest, pinned_bytes(self.record))
+        return smallest_limit_bytes(self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,20 @@ def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: 
         return 0.0
     (bound,) = _bind(record, policy, [limit_bytes], effort=1.0)
     return simulate(record, limit_bytes, bound()).overhead_pct
+
+
+def plan_step(record: TapeRecord, limit_bytes: int) -> StepPlan | None:
+    """The plan that the engine would make within one limit; None where everything fits, or where the step is refused."""
+    room = limit_bytes - pinned_bytes(record)
+    if limit_bytes < smallest_limit_bytes(record) or record.cache_total_bytes <= room:
+        return None
+    return StepPlan(record, default_planner(record, room))
+
+
+def smallest_limit_bytes(record: TapeRecord) -> int:
+    """The smallest limit with which the engine runs the step (rule 3)."""
+    largest = max((v.nbytes for v in record.values if v.saved and v.producer != SOURCE), default=0)
+    return max(1, largest, pinned_bytes(record))
 
 
 def _bind(record: TapeRecord, name: str, limits: list[int], effort: float) -> list[Callable[[], Policy]]:

@@ -86,6 +86,7 @@ class TapeRecord:
     backward_events: tuple[BackwardEvent, ...]
     forward_cost: float
     backward_cost: float  # 2 * forward_cost in the default model
+    recording_cost: float = 0.0  # what recording adds to a step in which nothing is re-run; 0 in the model
     pinned_bytes: int = 0  # the most held at once because it cannot be rebuilt, whether autograd saved it or not
     format_version: int = FORMAT_VERSION
 
@@ -121,6 +122,11 @@ class TapeRecord:
                 live -= self.values[index].nbytes
         return peak
 
+    @property
+    def recording_pct(self) -> float:
+        """What every policy pays beside re-running, as a percentage of one plain step."""
+        return self.overhead_pct(self.recording_cost)
+
     def overhead_pct(self, rerun_cost: float) -> float:
         """Cost of re-run ops as a percentage of one plain step."""
         return 100.0 * rerun_cost / self.step_cost if self.step_cost > 0 else 0.0
@@ -136,6 +142,7 @@ class TapeRecord:
                 "cost_unit": self.cost_unit,
                 "forward_cost": self.forward_cost,
                 "backward_cost": self.backward_cost,
+                "recording_cost": self.recording_cost,
                 "pinned_bytes": self.pinned_bytes,
                 "values": [[v.nbytes, v.producer, v.saved, v.pinned, v.external, v.layer] for v in self.values],
                 "ops": [
@@ -171,6 +178,7 @@ class TapeRecord:
             backward_events=tuple((kind, index) for kind, index in data["backward_events"]),
             forward_cost=data["forward_cost"],
             backward_cost=data["backward_cost"],
+            recording_cost=data["recording_cost"],
             pinned_bytes=data["pinned_bytes"],
         )
 

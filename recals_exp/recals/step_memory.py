@@ -56,7 +56,7 @@ class StepMemory:
 
     def peak_bytes(self, record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> int:
         """Predicted peak of the step with its cache held to ``limit_bytes`` by ``policy``."""
-        moments = _moments(record, limit_bytes, policy)
+        moments = moments_of(record, limit_bytes, policy)
         peak = self.before
         for moment, at, until in zip(moments, self.at_event, self.until_next, strict=True):
             peak = max(peak, at + moment.highest_bytes, until + moment.bytes_after)
@@ -64,21 +64,21 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class Moment:
     """The cache around one event: held values, flowing values (each once) and working set."""
 
     highest_bytes: int  # while it was handled
     bytes_after: int
 
 
-def _moments(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> list[_Moment]:
-    moments: list[_Moment] = []
+def moments_of(record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> list[Moment]:
+    moments: list[Moment] = []
     outside = iter([*_flowing(record), *_in_hand(record)])
 
     def watch(adder: Adder, values: Sequence[Value]) -> None:
         adder.outside = [values[v] for v in next(outside)]
         now = adder.bytes_now()
-        moments.append(_Moment(max(now, adder.highest_bytes), now))
+        moments.append(Moment(max(now, adder.highest_bytes), now))
         adder.highest_bytes = 0
 
     simulate(record, limit_bytes, policy, watch)
@@ -196,7 +196,7 @@ class LiveBytes:
 
 def step_memory(record: TapeRecord, live: LiveBytes, resident_bytes: int) -> StepMemory:
     """What ``live`` saw in the step of ``record``, without its cache."""
-    moments = _moments(record, None, "fifo")
+    moments = moments_of(record, None, "fifo")
     if len(live.at_mark) != len(moments):
         raise RuntimeError(
             f"the step left {len(live.at_mark)} marks for the {len(moments)} events of its record: another step or "

@@ -75,13 +75,20 @@ class Planned(StepPolicy):
     """``planner`` maps a record and a limit to a plan; by default ``planning.planner.make_plan``.
 
     ``waits``: plan in the step that needs it instead of in the background (repeatable, for tests and benchmarks).
+    ``plans``: known from the start.
     ``measured``: a record whose costs were measured; steps like it are planned by these costs, others by modelled ones.
     """
 
     name: ClassVar[str] = "planned"
     watches: ClassVar[bool] = True
 
-    def __init__(self, planner: Planner | None = None, waits: bool = False, measured: TapeRecord | None = None) -> None:
+    def __init__(
+        self,
+        planner: Planner | None = None,
+        waits: bool = False,
+        plans: Iterable[StepPlan] = (),
+        measured: TapeRecord | None = None,
+    ) -> None:
         self._planner = planner or default_planner
         self._measured = measured
         self._library: dict[str, StepPlan] = {}  # by signature
@@ -98,6 +105,8 @@ class Planned(StepPolicy):
         self._trace: Trace | None = None
         self.steps_followed = 0
         self.steps_departed = 0
+        self._given = tuple(plans)
+        self.load(self._given)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -234,7 +243,7 @@ class Planned(StepPolicy):
     # -- decisions ----------------------------------------------------------------------------------------------
 
     def anew(self) -> Planned:
-        return Planned(self._planner, waits=self._waits)
+        return Planned(self._planner, self._waits, self._given, self._measured)
 
     def keeps(self, cache: Cache, value: Value) -> bool:
         route = self._route
