@@ -4,9 +4,9 @@
     python benchmarks/against_checkpoint.py --networks gpt --rounds 15
 
 ``chain`` is 256 wide here, with a batch of 2048: as much work as 512 x 512 x 512, but activations, not gradients, make its peak.
-Blocks: 8 of 8 layers (chain), 8 (gpt, one of the four samples of its batch), 16 (resnet50). Three choices: every block, every second
-block, and the best of all subsets for the peak of every second block: all of them are searched (256, 256, 65,536), by what
-their blocks cost to re-run (measured) and the memory curve of a plain step; the choice found is then measured like the others.
+Blocks: 8 of 8 layers (chain), 8 (gpt), 16 (resnet50). Three choices: every block, every second block, and the best of all subsets
+for the peak of every second block: all of them are searched (256, 256, 65,536), by what their blocks cost to re-run (measured)
+and the memory curve of a plain step; the choice found is then measured like the others.
 
 For each choice the peak of a whole training step is measured; the largest cache limit is looked for with which the planned step's
 peak is at most that, by prediction, and verified by measuring; then plain, checkpointed and planned steps are timed in
@@ -26,7 +26,7 @@ import torch
 from bench import MIB, called, following, overheads, peak_bytes, profile_of, start
 from networks import CHAIN_LAYERS, Training, training
 from numpy.typing import NDArray
-from predicted_against_measured import SAMPLES, plans_of
+from predicted_against_measured import plans_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,7 +61,7 @@ def flat_chain() -> tuple[nn.Module, torch.Tensor]:
 
 
 def task_of(name: str) -> Training:
-    return training(flat_chain if name == "chain" else name, SAMPLES.get(name))
+    return training(flat_chain if name == "chain" else name)
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -187,12 +187,12 @@ class Planner:
         raise RuntimeError(f"no limit near {low} bytes keeps the peak of {peak} bytes")
 
 
-def compare(name: str, rounds: int, effort: float) -> None:
+def compare(name: str, rounds: int, effort: float, costs: str) -> None:
     task = task_of(name)
     model = task.step.model
     blocks = blocks_of(model)
     state = start(task)
-    profile = profile_of(task, state, "measured")
+    profile = profile_of(task, state, costs)
     plain_peak = peak_bytes(task, state, model)
     planner = Planner(task, state, profile, effort)
     names = list(blocks)
@@ -240,6 +240,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--effort", type=float, default=0.25)
+    parser.add_argument("--costs", choices=("model", "measured"), default="measured")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -248,7 +249,7 @@ def main() -> None:
         "checkpoint / planned |\n|---|---|---|---|---|---|---|---|---|"
     )
     for name in args.networks:
-        compare(name, args.rounds, args.effort)
+        compare(name, args.rounds, args.effort, args.costs)
 
 
 if __name__ == "__main__":
