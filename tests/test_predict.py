@@ -196,7 +196,6 @@ def test_mode_analyze_prints_and_logs_the_layers(
             "budget knee with strategy=none is not allowed: plain PyTorch holds no limit",
         ),
         (["budget=elbow"], "budget=elbow is neither a fraction nor a size"),
-        (["mode=dry_run"], "mode=dry_run is reserved and not available yet: use run, predict, analyze"),
     ],
 )
 def test_bad_combinations_say_what_is_allowed(
