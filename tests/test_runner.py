@@ -385,8 +385,8 @@ def test_progress_reaches_its_total_and_names_the_stages(tmp_path: Path) -> None
     assert progress.stages == [
         "built",
         "analysed",
-        "parity checked",
         "predicted",
+        "parity checked",
         "training",
         "warming up",
         "memory measured",
