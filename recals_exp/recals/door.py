@@ -6,7 +6,7 @@ import warnings
 import weakref
 from contextlib import suppress
 from functools import partial
-from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -88,18 +88,6 @@ def check_modes() -> None:
         raise UnsupportedError(
             "recals was called under FakeTensorMode (torch.export and shape propagation use it): fake tensors have no bytes "
             "to hold or drop. Call the function without recals there."
-        )
-
-
-def check_ran(out: Any) -> None:
-    """Refuse what has returned before it ran."""
-    if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
-        kind = type(out).__name__
-        if isinstance(out, CoroutineType):
-            out.close()
-        raise UnsupportedError(
-            f"the function returned a {kind}: its body runs after the call, where nothing holds its cache to the limit. Wrap the "
-            "calls inside it instead."
         )
 
 

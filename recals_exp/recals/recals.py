@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .analysis import Analysis, Measuring, module_state_restored
 from .audit import Auditor, AuditReport
 from .cache import Cache, Stats
-from .door import audit_keys, check_modes, check_ran, check_supported, refuse_function_transforms
+from .door import audit_keys, check_modes, check_supported, refuse_function_transforms
 from .errors import CacheLimitError, SizeError
 from .facts import OpFacts
 from .graph import Value
@@ -110,7 +110,6 @@ class Recals:
         try:
             with saved_tensors_hooks(recorder.pack, unpack), recorder:
                 out = fn(*args, **kwargs)
-            check_ran(out)
             if stepper is not None:
                 stepper.returned(self._values_of(out))
         except RuntimeError as error:

@@ -81,6 +81,11 @@ class _Write(NamedTuple):
     whole: bool  # every byte, and nothing depends on the old content
     is_leaf: bool
 
+    @property
+    def is_made(self) -> bool:
+        """Whether an op that can be replayed makes the new content: a leaf's bytes stay the program's."""
+        return not self.is_leaf and (type(self.old) is TensorValue or self.whole)
+
 
 class Recorder(RecorderMode):
     """Records one call of one ``Recals``."""
@@ -255,7 +260,8 @@ class Recorder(RecorderMode):
             op.outs.append((tensor.shape, tensor.dtype))
             made = True
         if made:
-            op.seq = next(self.owner.sequence)
+            if op.seq == _UNPLACED:
+                op.seq = next(self.owner.sequence)
             if self.cache.trace is not None:
                 self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
         if self._saved_blanks:
@@ -337,6 +343,8 @@ class Recorder(RecorderMode):
         outs = flat_tensors(out)
         if facts.is_factory and not inputs and outs:
             _write_down_defaults(op, outs[0])
+        if any(write.is_made for write in writes):
+            op.seq = next(self.owner.sequence)
         made = [self._after_write(write, position, op) for position, write in enumerate(writes)]
         self._results(op, outs, any(made))
         return out
@@ -420,7 +428,7 @@ class Recorder(RecorderMode):
         pin.version += 1
         must_keep = False
         new: TensorValue | Source
-        if op is not None and not write.is_leaf and (type(old) is TensorValue or write.whole):
+        if op is not None and write.is_made:
             new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version)
             if type(old) is TensorValue:
                 new.guard, new.guard_version = old.guard, old.guard_version

@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage
 from .ambient import share_version
 from .contents import checksum
 from .costs import Meta, OpCost, op_cost
-from .errors import ReplayError, SourceChangedError
+from .errors import SourceChangedError
 from .graph import Op, Value
 
 if TYPE_CHECKING:
@@ -331,11 +331,11 @@ class Constant:
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:
-            raise ReplayError(
-                f"a {self._tensor.layout} tensor that a dropped value is rebuilt from was modified in place after forward "
-                f"read it (version {self._tensor._version}, expected {self._version}). Run backward first, or raise the "
-                "cache limit.",
-                op="",
+            what = f"[{self._tensor.layout} {list(self._tensor.shape)}]"
+            raise SourceChangedError(
+                f"a tensor {what} that a dropped value is rebuilt from was modified in place after forward read it (version "
+                f"{self._tensor._version}, expected {self._version}). Run backward first, or raise the cache limit.",
+                what=what,
             )
         return self._tensor
 

@@ -239,5 +239,5 @@ def test_one_limit_holds_for_several_modules() -> None:
 
 def test_the_representation_says_what_it_is() -> None:
     text = repr(recals_with_rngs("4KiB").wrap(net()))
-    assert text.startswith("RecalsModule(\n  Net, fifo, limit 4096 bytes\n")
+    assert text.startswith("RecalsModule(\n  Net, planned, limit 4096 bytes\n")
     assert "(head): Linear" in text
