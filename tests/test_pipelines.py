@@ -48,7 +48,7 @@ def config_of(pipeline: PipelineSpec, **changes: Any) -> RunConfig:
         "optimizer": PartSpec("sgd", "torch.optim.SGD", {"lr": 0.1, "momentum": 0.9}),
         "pipeline": pipeline,
         "budget": Budget.parse(0.5),
-        "batch_size": 64,
+        "batch_size": 256,
         "device": "cpu",
         "threads": 1,
         "train_steps": 3,
