@@ -130,10 +130,15 @@ class Recorder(RecorderMode):
         recorded: list[Any] = []
         registry, serial = self.registry, self.session.serial
         for arg in args:
-            if type(arg) is Tensor:  # ``_argument`` in line, for the commonest case
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:  # ``_argument`` in line, for the commonest cases
                 try:
                     value = registry[id(arg.untyped_storage())]
-                    if type(value) is TensorValue and value.pin.session == serial and arg._version == value.count:
+                    known = value.pin.session == serial and arg._version == value.count
+                    if known and isinstance(value, Source):  # a weight that was read before in this call
+                        known = value.guard is arg and not value.others
+                        value.reads += known
+                    if known:
                         ref = Ref(value, arg)
                         inputs[value] = None
                         if ref.is_complex:
@@ -256,7 +261,11 @@ class Recorder(RecorderMode):
             pin.users = 1
             pin.session = session.serial
             session.pins.append(pin)
-            registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, version_of(tensor))
+            try:
+                count = tensor._version
+            except RuntimeError:  # of inference mode
+                count = None
+            registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, count)
             op.outs.append((tensor.shape, tensor.dtype))
             made = True
         if made:
@@ -470,7 +479,9 @@ class Recorder(RecorderMode):
         except NO_STORAGE:
             return LeafHandle(tensor.detach())
         value = self.registry.get(id(storage))
-        if type(value) is TensorValue:  # autograd saves an argument before the op runs
+        if (
+            type(value) is TensorValue and tensor._version != value.count
+        ):  # autograd saves an argument before the op runs
             value = self._as_it_is(value, tensor, storage)
         if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its

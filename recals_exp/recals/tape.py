@@ -235,13 +235,19 @@ class Source(Value):
             self.others.append((share_version(tensor), tensor._version))
 
     @property
+    def count(self) -> int | None:
+        """Of the tensor that was read first."""
+        return None if self.guard is None else self.guard_version
+
+    @property
     def is_stale(self) -> bool:
         """Whether the program has written here since."""
         if self.checksum is not None and self.payload is not None:
             return checksum(self.payload) != self.checksum
-        return (self.guard is not None and self.guard._version != self.guard_version) or any(
-            other._version != count for other, count in self.others
-        )
+        guard = self.guard
+        if guard is not None and guard._version != self.guard_version:
+            return True
+        return bool(self.others) and any(other._version != count for other, count in self.others)
 
     def lose(self) -> None:
         """The bytes were overwritten, and nobody kept a copy: refuse to read them."""
