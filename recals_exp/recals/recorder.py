@@ -102,7 +102,7 @@ class Recorder(RecorderMode):
         self._note_settings()
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
-        self._blanks: list[tuple[Source, UntypedStorage, Tensor | None]] = []  # read by the op that is being recorded
+        self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
 
     # -- ops ----------------------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ class Recorder(RecorderMode):
         if value.pin.session in self.owner.running:
             self.storage_written_outside(storage)
         else:  # an output of an earlier call, edited since: an input of this one, like any other
-            self._renewed(value, storage, is_leaf=True)
+            self._renewed(value, storage)
         return self.registry[id(storage)]
 
-    def _renewed(self, old: TensorValue | Source, storage: UntypedStorage, is_leaf: bool | None = None) -> Source:
+    def _renewed(self, old: TensorValue | Source, storage: UntypedStorage) -> Source:
         """The program wrote here: another version, for those who read from now on."""
         old.pin.version += 1
-        new = Source(storage, old.pin, old.is_leaf if isinstance(old, Source) else bool(is_leaf))
+        new = Source(storage, old.pin, old.is_leaf if isinstance(old, Source) else True)
         new.is_unguarded = isinstance(old, Source) and old.is_unguarded
         self.registry[id(storage)] = new
         return new
@@ -234,7 +234,7 @@ class Recorder(RecorderMode):
         if value.is_leaf:
             value.watch(tensor)
         elif value.is_blank:
-            self._blanks.append((value, storage, None if value.is_unguarded else share_version(tensor)))
+            self._blanks.append((value, storage, tensor))
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
@@ -261,9 +261,9 @@ class Recorder(RecorderMode):
             pin.users = 1
             pin.session = session.serial
             session.pins.append(pin)
-            try:
+            try:  # ``version_of`` in line
                 count = tensor._version
-            except RuntimeError:  # of inference mode
+            except RuntimeError:
                 count = None
             registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, count)
             op.outs.append((tensor.shape, tensor.dtype))
@@ -288,8 +288,11 @@ class Recorder(RecorderMode):
     ) -> Any:
         """An op that writes, draws, allocates, or reads memory nobody filled."""
         replayable = facts.is_replayable and (not facts.is_foreign or facts.reproduces)
-        if replayable and facts.pinned_layers and layer_name(modules_in_flight()) in facts.pinned_layers:
-            replayable = False
+        unguarded = False
+        if facts.pinned_layers:
+            layer = layer_name(modules_in_flight())
+            replayable = replayable and layer not in facts.pinned_layers
+            unguarded = layer in facts.unguarded_layers
         rng = None
         if facts.is_random:
             rng = self.owner.generators.before_op(args, kwargs)
@@ -322,7 +325,6 @@ class Recorder(RecorderMode):
             return out
         if facts.is_allocation:
             return self._opaque(out)
-        unguarded = bool(facts.unguarded_layers) and layer_name(modules_in_flight()) in facts.unguarded_layers
         if versions:
             count_writes(uncounted, versions)
         if any(type(write.old) is Source and write.old.is_unguarded for write in writes):
@@ -479,10 +481,8 @@ class Recorder(RecorderMode):
         except NO_STORAGE:
             return LeafHandle(tensor.detach())
         value = self.registry.get(id(storage))
-        if (
-            type(value) is TensorValue and tensor._version != value.count
-        ):  # autograd saves an argument before the op runs
-            value = self._as_it_is(value, tensor, storage)
+        if type(value) is TensorValue and tensor._version != value.count:
+            value = self._as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
         if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
             # ``.data`` may yet be exchanged.

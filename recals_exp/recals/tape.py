@@ -231,7 +231,7 @@ class Source(Value):
         if base is not None and (base is self.guard or (self.reader is not None and base is self.reader())):
             return
         self.reader = weakref.ref(tensor if base is None else base)
-        if tensor is not self.guard and tensor._version >= 0:
+        if tensor is not self.guard:
             self.others.append((share_version(tensor), tensor._version))
 
     @property
@@ -254,13 +254,12 @@ class Source(Value):
         self.guard_version = -1
 
     def bytes(self) -> Any:
-        guard = self.guard
-        if guard is not None and guard._version != self.guard_version:
-            self._refuse(guard, self.guard_version)
-        for other, count in self.others:
-            if other._version != count:
-                self._refuse(other, count)
-        if self.checksum is not None and self.is_stale:
+        if self.is_stale:
+            self._refuse()
+        return self if self.payload is None else self.payload  # a blank: the replay of its writer allocates it
+
+    def _refuse(self) -> NoReturn:
+        if self.checksum is not None:
             raise SourceChangedError(
                 f"{self.nbytes} bytes that the forward pass read were written since, where no version counter tells (by NumPy or "
                 "other code outside of PyTorch, or in inference mode). A value dropped from the cache is rebuilt from them, "
@@ -268,9 +267,8 @@ class Source(Value):
                 "nothing is dropped.",
                 what=f"{self.nbytes} bytes",
             )
-        return self if self.payload is None else self.payload  # a blank: the replay of its writer allocates it
-
-    def _refuse(self, guard: Tensor, expected: int) -> NoReturn:
+        watched = self.others if self.guard is None else [(self.guard, self.guard_version), *self.others]
+        guard, expected = next((guard, count) for guard, count in watched if guard._version != count)
         what = f"[{guard.type()} {list(guard.shape)}]"
         counts = (
             f"it is at version {guard._version}; expected version {expected}"

@@ -135,7 +135,6 @@ def another_thread_writes(call: Call) -> Any:
 
     def fn(x: Tensor) -> Tensor:
         hidden = layer(x) * 1.0
-        with_gradients = torch.is_grad_enabled()
 
         def work() -> None:
             with torch.no_grad():
@@ -144,7 +143,6 @@ def another_thread_writes(call: Call) -> Any:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert with_gradients
         return hidden.sin().tanh().exp()
 
     return grads(call(fn, torch.randn(8, 8)), *layer.parameters())
@@ -182,6 +180,13 @@ def inference_input(call: Call) -> Tensor:
     return grads(out, weight)[0]
 
 
+def step_weights(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    for weight in layer.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def read_through_data(call: Call) -> Tensor:
     """The first reader has a counter of its own, which the optimizer does not move."""
     layer, average = nn.Linear(8, 8), torch.zeros(8, 8)
@@ -192,10 +197,7 @@ def read_through_data(call: Call) -> Tensor:
         return layer(x).tanh().sin().tanh()
 
     out = call(fn, torch.randn(8, 8))
-    for weight in layer.parameters():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_weights(layer, optimizer)
     return grads(out, layer.weight)[0]
 
 
@@ -203,10 +205,7 @@ def fused_step(call: Call) -> Tensor:
     layer = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
     out = call(lambda x: layer(x).tanh().sin().tanh(), torch.randn(8, 8))
-    for weight in layer.parameters():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_weights(layer, optimizer)
     return grads(out, layer.weight)[0]
 
 
