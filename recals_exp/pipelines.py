@@ -69,23 +69,18 @@ class PlainLoop(nn.Module):
 class PipelineStrategy(Strategy):
     """A pipeline of the model's parts; the strategy and the policy of the configuration hold within each stage."""
 
+    budget_kind = NO_BUDGET  # each stage has its own (rule 1): there is no limit for the whole to bind with
+
     def __init__(self, config: RunConfig, example: Tensor) -> None:
         self._config = config
         self._stage_strategy = make_strategy(
             config.strategy, config.policy, config.policy_kwargs, **config.strategy_kwargs
         )
+        self.name = self._stage_strategy.name
         self._spec = layout_spec(config)
         self._spec.place()  # refuse devices before anything is traced or measured
         self._example = example
         self._layout: Layout | None = None
-
-    @property
-    def name(self) -> str:
-        return self._stage_strategy.name
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET  # each stage has its own (rule 1): there is no limit for the whole to bind with
 
     @property
     def terms(self) -> Terms:

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -63,3 +64,13 @@ def config_store() -> Iterator[None]:
     before = dict(repo.get("experiment", {}))
     yield
     repo["experiment"] = before
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    """Every process that a test started has ended with it."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    tracker = "resource_tracker"  # Python's own, one for all spawned processes
+    assert not [child for child in left if tracker not in " ".join(child.cmdline())]

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_pipelines import config_of
@@ -23,22 +22,14 @@ from recals_exp.processes import check_before_starting, headline, n_processes
 from recals_exp.records import RunResult
 from recals_exp.runconfig import ConfigError
 
-pytestmark = [pytest.mark.usefixtures("root_logging", "config_store"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("root_logging", "config_store", "no_process_is_left"), pytest.mark.timeout(400)]
 
 TESTS = Path(__file__).resolve().parent
 SMALL = ["model=mlp_chain", "model.depth=6", "dataset.image_size=8", "batch_size=32", "pipeline.n_micro_batches=4"]
 SHORT = ["train_steps=2", "warmup_steps=1", "timing_pairs=2", "threads=1", "budget=0.5"]
 FAULTY = ["model=custom", "model._target_=faulty_stage.build", "dataset.image_size=8", "dataset.channels=1"]
 FAULTY += ["batch_size=64", "pipeline.balance=[2,2]"]
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Any:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    yield
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    tracker = "resource_tracker"  # Python's own, one for all spawned processes
-    assert not [child for child in left if tracker not in " ".join(child.cmdline())]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recals_exp")
 
 
 def check_finished(folder: Path, schedule: str = "1f1b") -> RunResult:
@@ -220,18 +211,8 @@ def test_a_model_that_draws_random_numbers(tmp_path: Path) -> None:
 def test_a_sweep_on_the_processes_of_torchrun_goes_on_after_failures(tmp_path: Path) -> None:
     """One folder for both processes, and a stage that fails leaves them ready for the next job."""
     sweep = tmp_path / "sweep"
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "recals_exp",
-    )
     options = (*FAULTY, *SHORT, "model.how=no,raise,kill,no", "-m", f"hydra.sweep.dir={sweep}")
-    done = command(*options, launcher=torchrun)
+    done = command(*options, launcher=TORCHRUN)
     assert done.returncode != cli.OK
     table = {row["job"]: row for row in json.loads((sweep / "tradeoff.json").read_text())}
     assert {job: row["status"] for job, row in table.items()} == {
@@ -249,17 +230,7 @@ def test_a_sweep_on_the_processes_of_torchrun_goes_on_after_failures(tmp_path: P
 
 @pytest.mark.slow
 def test_torchrun_with_what_it_cannot_run(tmp_path: Path) -> None:
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "recals_exp",
-    )
-    done = command(*SMALL, *SHORT, "pipeline.processes=3", f"hydra.run.dir={tmp_path / 'job'}", launcher=torchrun)
+    done = command(*SMALL, *SHORT, "pipeline.processes=3", f"hydra.run.dir={tmp_path / 'job'}", launcher=TORCHRUN)
     assert done.returncode != cli.OK
     assert "torchrun started 2 processes, which do not make 1 replicas of 3 processes" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["job"]

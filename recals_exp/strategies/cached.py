@@ -15,6 +15,9 @@ from recals_exp.strategies.strategy import BYTES, BoundStrategy, Strategy, Terms
 class RecalsStrategy(Strategy):
     """`recals_with_rngs` around the model."""
 
+    name = "recals"
+    budget_kind = BYTES
+
     def __init__(
         self,
         policy: str = "planned",
@@ -28,14 +31,6 @@ class RecalsStrategy(Strategy):
         self._policy_options = dict(policy_options or {})
         self._gpu_devices = gpu_devices
         self._audit = audit
-
-    @property
-    def name(self) -> str:
-        return "recals"
-
-    @property
-    def budget_kind(self) -> str:
-        return BYTES
 
     @property
     def terms(self) -> Terms:

@@ -13,7 +13,15 @@ from recals_exp.strategies.blocks import choose_blocks
 from recals_exp.strategies.patched import Forward, PatchedModel
 from recals_exp.strategies.strategy import NO_BUDGET, BoundStrategy, Strategy, Terms, refuse_limit
 
-TWICE = "what a block does beside its result happens twice: batch norm's statistics move twice (pytorch#96136)"
+
+def terms_of_blocks(decided_by: str) -> Terms:
+    """What running blocks again needs and changes, with eager kernels; `decided_by`: what says how much is saved."""
+    return Terms(
+        needs=f"repeated blocks, or their names; how much is saved follows from the {decided_by}, not from a budget",
+        changes="what a block does beside its result happens twice: batch norm's statistics move twice (pytorch#96136)",
+        exact_gradients=True,
+        exact_buffers=False,
+    )
 
 
 def checkpointed(forward: Forward) -> Forward:
@@ -25,26 +33,16 @@ def checkpointed(forward: Forward) -> Forward:
 class CheckpointStrategy(Strategy):
     """`torch.utils.checkpoint` (not re-entrant) around every `every`-th block."""
 
+    name = "checkpoint"
+    budget_kind = NO_BUDGET
+
     def __init__(self, every: int = 1, blocks: Sequence[str] | None = None) -> None:
         self._every = every
         self._blocks = blocks  # names; None: found by `find_blocks`
 
     @property
-    def name(self) -> str:
-        return "checkpoint"
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET
-
-    @property
     def terms(self) -> Terms:
-        return Terms(
-            needs="repeated blocks, or their names; how much is saved follows from the blocks, not from a budget",
-            changes=TWICE,
-            exact_gradients=True,
-            exact_buffers=False,
-        )
+        return terms_of_blocks("blocks")
 
     def bind(self, model: nn.Module, limit: float | None) -> BoundStrategy:
         refuse_limit(self.name, limit)

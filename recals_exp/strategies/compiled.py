@@ -44,16 +44,11 @@ _CHANGES = (
 class CompileStrategy(Strategy):
     """`torch.compile` with `activation_memory_budget`."""
 
+    name = "compile"
+    budget_kind = SHARE
+
     def __init__(self, backend: str = "inductor") -> None:
         self._backend = check_backend(backend)
-
-    @property
-    def name(self) -> str:
-        return "compile"
-
-    @property
-    def budget_kind(self) -> str:
-        return SHARE
 
     @property
     def terms(self) -> Terms:
@@ -78,18 +73,13 @@ class CompileStrategy(Strategy):
 class CompileCheckpointStrategy(Strategy):
     """`torch.utils.checkpoint` around every `every`-th block, all of it inside of `torch.compile`."""
 
+    name = "compile_checkpoint"
+    budget_kind = NO_BUDGET
+
     def __init__(self, every: int = 1, blocks: Sequence[str] | None = None, backend: str = "inductor") -> None:
         self._every = every
         self._blocks = blocks
         self._backend = check_backend(backend)
-
-    @property
-    def name(self) -> str:
-        return "compile_checkpoint"
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET
 
     @property
     def terms(self) -> Terms:

@@ -20,13 +20,8 @@ from recals_exp.strategies.strategy import NO_BUDGET, BoundStrategy, Strategy, T
 class OffloadStrategy(Strategy):
     """`save_on_cpu` around the model."""
 
-    @property
-    def name(self) -> str:
-        return "offload"
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET
+    name = "offload"
+    budget_kind = NO_BUDGET
 
     @property
     def terms(self) -> Terms:

@@ -13,13 +13,8 @@ from recals_exp.strategies.strategy import NO_BUDGET, BoundStrategy, Strategy, T
 class NoStrategy(Strategy):
     """The model as it is."""
 
-    @property
-    def name(self) -> str:
-        return "none"
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET
+    name = "none"
+    budget_kind = NO_BUDGET
 
     @property
     def terms(self) -> Terms:

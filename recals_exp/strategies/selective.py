@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from recals_exp.strategies.blocks import choose_blocks
-from recals_exp.strategies.checkpoint import TWICE
+from recals_exp.strategies.checkpoint import terms_of_blocks
 from recals_exp.strategies.patched import Forward, PatchedModel
 from recals_exp.strategies.strategy import NO_BUDGET, BoundStrategy, Strategy, Terms, refuse_limit
 
@@ -60,6 +60,9 @@ def _contexts(save_every: int) -> Any:
 class SelectiveStrategy(Strategy):
     """Selective checkpointing around every `every`-th block, with the save-matmuls policy."""
 
+    name = "selective"
+    budget_kind = NO_BUDGET
+
     def __init__(self, save_every: int = 1, every: int = 1, blocks: Sequence[str] | None = None) -> None:
         if isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1:
             raise ValueError(f"strategy.save_every={save_every!r} is not allowed: use a whole number of at least 1")
@@ -68,21 +71,8 @@ class SelectiveStrategy(Strategy):
         self._blocks = blocks
 
     @property
-    def name(self) -> str:
-        return "selective"
-
-    @property
-    def budget_kind(self) -> str:
-        return NO_BUDGET
-
-    @property
     def terms(self) -> Terms:
-        return Terms(
-            needs="repeated blocks, or their names; how much is saved follows from the policy, not from a budget",
-            changes=TWICE,
-            exact_gradients=True,
-            exact_buffers=False,
-        )
+        return terms_of_blocks("policy")
 
     def bind(self, model: nn.Module, limit: float | None) -> BoundStrategy:
         refuse_limit(self.name, limit)

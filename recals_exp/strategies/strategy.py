@@ -76,15 +76,8 @@ class BoundStrategy(ABC):
 class Strategy(ABC):
     """What to do with a model's forward pass."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What the configuration and the reports call it."""
-
-    @property
-    @abstractmethod
-    def budget_kind(self) -> str:
-        """One of `BUDGET_KINDS`. With `none`, `bind` is given no limit and the report shows no budget."""
+    name: str  # what the configuration and the reports call it
+    budget_kind: str  # one of `BUDGET_KINDS`; with `none`, `bind` is given no limit and the report shows no budget
 
     @property
     @abstractmethod
