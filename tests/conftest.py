@@ -68,9 +68,10 @@ def config_store() -> Iterator[None]:
 
 @pytest.fixture
 def no_process_is_left() -> Iterator[None]:
-    """Every process that a test started has ended with it."""
+    """Every process that a test started ends with it (a killed one takes a moment to be gone)."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, left = psutil.wait_procs(started, timeout=5)
     tracker = "resource_tracker"  # Python's own, one for all spawned processes
     assert not [child for child in left if tracker not in " ".join(child.cmdline())]
