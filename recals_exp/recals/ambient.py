@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import (
@@ -30,14 +30,35 @@ from torch._C import (
     _push_on_torch_dispatch_stack,
     _set_fp32_precision_setter,
 )
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_compiled(function: F) -> F:
+    """Called from compiled code, ``function`` and what it calls run as they are.
+
+    What ``torch.compiler.disable`` does, without its wrapper around each call and without importing the compiler.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor is it looked into
+    return function
 
 
 class RecorderMode(TorchDispatchMode):
     """Base of this engine's modes, to tell them from others."""
 
+    def __init_subclass__(cls) -> None:
+        handler = cls.__dict__.get("__torch_dispatch__")
+        super().__init_subclass__()
+        if handler is not None:  # without the three Python calls per op that PyTorch puts around it
+            cls.__torch_dispatch__ = never_compiled(handler)  # type: ignore[method-assign]
+
 
 PLAIN_KEYS = (_dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set())
+with torch._C._AutoDispatchBelowAutograd():
+    _BELOW_AUTOGRAD = (_dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set())
 
 
 class _Probe(RecorderMode):
@@ -60,7 +81,7 @@ _HANDLER_KEYS = _handler_keys()
 
 def share_version(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias of ``tensor`` that shares its version counter, also from inside a mode's handler."""
-    with _ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
+    with _ForceDispatchKeyGuard(*_BELOW_AUTOGRAD):  # not ``no_grad``: this runs for every saved tensor
         return tensor.detach()
 
 

@@ -26,14 +26,16 @@ from .contents import checksum, copy_of, same_bytes
 from .facts import OpFacts, all_tensors
 from .graph import Value
 from .layers import layer_name, modules_in_flight
+from .ops import TensorOp
 from .randomness import default_generator, generators_restored
-from .recorder import NO_STORAGE, Recorder, count_writes
+from .recorder import Recorder, count_writes
 from .sizes import format_bytes
-from .tape import Source, TensorOp, TensorValue
+from .storages import NO_STORAGE
+from .tape import Source, TensorValue
 
 if TYPE_CHECKING:
     from .recals import Recals
-    from .recorder import Session
+    from .session import Session
 
 NOT_REPRODUCED = "its result differs when run again"
 WRITTEN_OUTSIDE = "its result was written outside of aten after it ran"
@@ -126,7 +128,7 @@ class Auditor(Recorder):
             facts.reproduces = clean and (op is not None or was_replayable)
             if op is not None and not clean:
                 for tensor in all_tensors(out):
-                    self.written_outside(tensor)
+                    self.storages.written_outside(tensor)
         for storage in (*storages, *_storages(out)):
             self._note(storage)
         for value in op.inputs if op is not None else ():
@@ -212,7 +214,7 @@ class Auditor(Recorder):
             if id(storage) in declared or same_bytes(storage, before[id(storage)]):
                 continue
             clean = False
-            facts.learned_writes.add(position)
+            facts.learn_write(position)
             self._find(facts.name, HIDDEN_WRITE, storage.nbytes())
             value = self.registry.get(id(storage))
             if type(value) is Source and value.is_leaf:
@@ -220,7 +222,7 @@ class Auditor(Recorder):
                 self.registry[id(storage)] = Source(storage, value.pin, is_leaf=True)
                 value.pin.version += 1
             else:
-                self.written_outside(tensor)
+                self.storages.written_outside(tensor)
             count_writes([tensor], [versions[position]])
         for device, state in states.items():
             generator = default_generator(device)
@@ -261,7 +263,7 @@ class Auditor(Recorder):
         assert isinstance(producer, TensorOp)
         layer = self._find(producer.name(), reason, value.nbytes)
         self.owner.pin_results(producer.func, layer, is_unguarded=reason == WRITTEN_OUTSIDE)
-        self.storage_written_outside(storage)
+        self.storages.storage_written_outside(storage)
         latest = self.registry[id(storage)]
         if isinstance(latest, Source) and reason == WRITTEN_OUTSIDE:
             latest.is_unguarded = True

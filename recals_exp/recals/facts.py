@@ -68,14 +68,13 @@ def _arg(args: Any, kwargs: Any, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def _batch_norm_stats(training: int, stats: tuple[int, int]) -> Callable[[Any, Any], tuple[Any, ...]]:
-    def written(args: Any, kwargs: Any) -> tuple[Any, ...]:
-        if not _arg(args, kwargs, training, "training"):
-            return ()
-        found = (_arg(args, kwargs, stats[0], "running_mean"), _arg(args, kwargs, stats[1], "running_var"))
-        return tuple(tensor for tensor in found if tensor is not None)
-
-    return written
+def _batch_norm_stats(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    if not _arg(args, kwargs, 5, "training"):
+        return ()
+    mean, var = _arg(args, kwargs, 3, "running_mean"), _arg(args, kwargs, 4, "running_var")
+    if mean is not None and var is not None:
+        return mean, var
+    return tuple(tensor for tensor in (mean, var) if tensor is not None)
 
 
 def _positions(*positions: tuple[int, str]) -> Callable[[Any, Any], tuple[Any, ...]]:
@@ -88,9 +87,9 @@ def _positions(*positions: tuple[int, str]) -> Callable[[Any, Any], tuple[Any, .
 
 _RUNNING = ((3, "running_mean"), (4, "running_var"))
 _HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
-    "native_batch_norm": _batch_norm_stats(5, (3, 4)),
-    "cudnn_batch_norm": _batch_norm_stats(5, (3, 4)),
-    "miopen_batch_norm": _batch_norm_stats(5, (3, 4)),
+    "native_batch_norm": _batch_norm_stats,
+    "cudnn_batch_norm": _batch_norm_stats,
+    "miopen_batch_norm": _batch_norm_stats,
     "batch_norm_gather_stats": _positions(*_RUNNING),
     "batch_norm_gather_stats_with_counts": _positions(*_RUNNING),
     "batch_norm_update_stats": _positions((1, "running_mean"), (2, "running_var")),
@@ -120,6 +119,7 @@ class OpFacts:
         bool  # some written argument is a list of tensors, whose counters no mode sees moved (foreach ops)
     )
     hidden_writes: Callable[[Any, Any], tuple[Any, ...]] | None  # written undeclared, and nothing else depends on them
+    only_write: int | None  # position of the written argument of an in-place op that writes nothing else
     is_random: bool
     is_allocation: bool
     is_zeros: bool  # makes a tensor without memory
@@ -138,10 +138,16 @@ class OpFacts:
     reproduces: bool = False  # an audit has run a foreign op twice
     pinned_layers: set[str] = field(default_factory=set)  # where an audit saw results that do not reproduce
     unguarded_layers: set[str] = field(default_factory=set)  # of them, where others wrote the results afterwards
+    may_write: bool = False
+
+    def __post_init__(self) -> None:
+        self.may_write = bool(self.writes) or self.hidden_writes is not None
 
     def written_tensors(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
         """The tensors this call writes, declared or hidden, each with whether anything depends on its old content."""
         reads = not self.overwrites
+        if self.only_write is not None and not self.learned_writes and len(args) > self.only_write:
+            return [(args[self.only_write], reads)]
         found: list[tuple[torch.Tensor, bool]] = []
         for position, name, is_out in self.writes:
             item = _arg(args, kwargs, position, name)
@@ -167,9 +173,15 @@ class OpFacts:
         tensors = all_tensors((args, kwargs))
         return [tensors[position] for position in sorted(self.learned_writes) if position < len(tensors)]
 
-    @property
-    def may_write(self) -> bool:
-        return bool(self.writes) or self.hidden_writes is not None or bool(self.learned_writes)
+    def learn_write(self, position: int) -> None:
+        """An audit saw the tensor argument at ``position`` written."""
+        self.learned_writes.add(position)
+        self.may_write = True
+
+
+def _is_tensor_in_place(func: Any, write: tuple[int, str, bool]) -> bool:
+    position, _, is_out = write
+    return not is_out and isinstance(func._schema.arguments[position].type, torch.TensorType)
 
 
 def learn(func: Any) -> OpFacts:
@@ -182,6 +194,7 @@ def learn(func: Any) -> OpFacts:
         if arg.alias_info is not None and arg.alias_info.is_write
     )
     returns = schema.returns
+    hidden = _HIDDEN_WRITES.get(base) if namespace == "aten" else None
     is_view = (
         not writes and bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     )
@@ -192,7 +205,10 @@ def learn(func: Any) -> OpFacts:
         makes_complex=base in _MAKES_COMPLEX,
         writes_uncounted=any("List" in str(schema.arguments[i].type) for i, _, _ in writes)
         and not base.startswith(_NEVER_COUNTED),
-        hidden_writes=_HIDDEN_WRITES.get(base) if namespace == "aten" else None,
+        hidden_writes=hidden,
+        only_write=writes[0][0]
+        if len(writes) == 1 and hidden is None and _is_tensor_in_place(func, writes[0])
+        else None,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_allocation=namespace == "aten" and base in _ALLOCATIONS,
         is_zeros=base == "_efficientzerotensor",

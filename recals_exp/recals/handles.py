@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .ambient import PLAIN_KEYS
-from .tape import Ref, Slot
+from .ambient import PLAIN_KEYS, never_compiled
+from .ops import Ref
+from .tape import Slot
 
 if TYPE_CHECKING:
     from .cache import Cache
-    from .recorder import Session
+    from .session import Session
 
 _EMPTY: dict[torch.device, Tensor] = {}
 
@@ -107,6 +108,7 @@ class Handle:
         kind, size = (alias.type(), alias.shape) if geometry is None else (str(geometry.dtype), geometry.size)
         return modified(kind, size, alias._version, self.version)
 
+    @never_compiled
     def __del__(self) -> None:
         slot = getattr(self, "slot", None)
         if slot is not None:
@@ -123,5 +125,6 @@ def _without_bits(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
+@never_compiled
 def unpack(handle: Handle | LeafHandle) -> Tensor:
     return handle.unpack()

@@ -13,6 +13,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import saved_tensors_hooks
 
+from .ambient import never_compiled
 from .analysis import Analysis, Measuring, module_state_restored
 from .audit import Auditor, AuditReport
 from .cache import Cache, Stats
@@ -29,10 +30,12 @@ from .prediction import Prediction, predict, profile_call
 from .profiling import profile_step
 from .randomness import GpuDevices, SavedGenerators
 from .record import TapeRecord
-from .recorder import NO_STORAGE, Recorder, Session
+from .recorder import Recorder
 from .replay import Replayer
+from .session import Session
 from .simulate import pinned_bytes
 from .sizes import format_bytes, parse_bytes
+from .storages import NO_STORAGE
 from .structure import output_tensors, step_key
 from .tape import Registry, TensorValue
 from .wrapping import Attachment, RecalsModule, attach
@@ -63,7 +66,8 @@ class Recals:
         self.generators = SavedGenerators(gpu_devices)
         self.registry: Registry = {}
         self.sequence = itertools.count()  # places on the tape
-        self.running: set[int] = set()  # sessions whose call has not returned
+        self.sessions: set[int] = set()  # calls of which a handle lives
+        self.running: set[int] = set()  # of them, those that have not returned
         watch_fused_steps(self)
 
     def __reduce__(self) -> Any:
@@ -88,6 +92,7 @@ class Recals:
     def reset_stats(self) -> None:
         self.cache.reset_stats()
 
+    @never_compiled
     def __call__(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """``fn(*args, **kwargs)`` with its cache held to the limit.
 
@@ -102,7 +107,7 @@ class Recals:
         stepper = cache.policy if isinstance(cache.policy, StepPolicy) else None
         if stepper is not None and not cache.live and not cache.calls_running:
             stepper.began(cache, step_key(fn, args, kwargs), next(self.sequence) + 1)
-        session = Session()
+        session = Session(self)
         self.cache.peak_pinned_bytes = self.cache.pinned_bytes
         recorder = self._recorder(fn, args, session)
         cache.calls_running += 1
@@ -168,13 +173,14 @@ class Recals:
             del out
         return policy.analysis(pinned_bytes)
 
+    @never_compiled
     def audit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AuditReport:
         """Run ``fn(*args, **kwargs)`` forward once, every op twice, and report what does not come back bit for bit.
 
         Buffers and generators are left as they were. What is found stays pinned in this object.
         """
         with torch.enable_grad(), module_state_restored(fn):
-            auditor = Auditor(self, Session(), runs_foreign=True)
+            auditor = Auditor(self, Session(self), runs_foreign=True)
             with saved_tensors_hooks(auditor.pack, unpack), auditor:
                 fn(*args, **kwargs)
             auditor.finish()

@@ -8,12 +8,10 @@ demands it. ``benchmarks/record_overhead.py`` measures it.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -27,64 +25,25 @@ from .facts import OpFacts, all_tensors, learn
 from .graph import Value
 from .handles import Handle, LeafHandle
 from .layers import describe_layer, layer_name, modules_in_flight
+from .ops import Constant, PeculiarOp, Ref, TensorOp, refs_of
 from .replay import flat_tensors
-from .tape import Constant, PeculiarOp, Pin, Ref, Registry, Slot, Source, TensorOp, TensorValue, forget, refs_of
+from .session import Session
+from .storages import NO_STORAGE, Storages, Write, without_content
+from .tape import Pin, Registry, Slot, Source, TensorValue, forget
 
 if TYPE_CHECKING:
     from .recals import Recals
 
-_SERIAL = itertools.count()
 _UNPLACED = -1  # an op gets its place on the tape when it has made something
 _NO_KWARGS: dict[str, Any] = {}
+_NUMBERS = frozenset({int, float, bool})
+_NO_TENSORS = _NUMBERS | {type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Bare getters: they run once per op.
 _is_grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 _num_threads = torch.get_num_threads
 _kernel_choices = kernel_choices()
 _NORMAL, _HALF = sys.float_info.min, 0.5  # ``flushes_denormals`` in line
-NO_STORAGE = (NotImplementedError, RuntimeError)  # what ``untyped_storage`` raises on sparse and other layouts
-
-
-class Session:
-    """One call. Lives as long as a handle of it; then the storages it touched are forgotten.
-
-    Attributes:
-        largest_bytes: the largest droppable storage saved; largest_layer: where, if it is above the limit.
-    """
-
-    __slots__ = ("ambient", "largest_bytes", "largest_layer", "pins", "serial")
-
-    def __init__(self) -> None:
-        self.serial = next(_SERIAL)
-        self.ambient = Ambient()
-        self.pins: list[Pin] = []
-        self.largest_bytes = 0
-        self.largest_layer = ""
-
-    def touch(self, pin: Pin) -> None:
-        pin.session = self.serial
-        pin.users += 1
-        self.pins.append(pin)
-
-    def __del__(self) -> None:
-        for pin in self.pins:
-            pin.users -= 1
-            if pin.users == 0:
-                forget(pin)
-
-
-class _Write(NamedTuple):
-    """A storage an op is about to write."""
-
-    old: TensorValue | Source
-    storage: UntypedStorage
-    whole: bool  # every byte, and nothing depends on the old content
-    is_leaf: bool
-
-    @property
-    def is_made(self) -> bool:
-        """Whether an op that can be replayed makes the new content: a leaf's bytes stay the program's."""
-        return not self.is_leaf and (type(self.old) is TensorValue or self.whole)
 
 
 class Recorder(RecorderMode):
@@ -98,11 +57,13 @@ class Recorder(RecorderMode):
         self.session = session
         self.cache = owner.cache
         self.registry: Registry = owner.registry
+        self.storages = Storages(owner, session)
         self.facts = owner.facts
         self._note_settings()
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
+        self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
 
     # -- ops ----------------------------------------------------------------------------------------------------
@@ -111,10 +72,12 @@ class Recorder(RecorderMode):
         facts = self.facts.get(func)
         if facts is None:
             if not isinstance(func, OpOverload):  # a higher-order operator: its inside is not seen
-                return self._opaque(func(*args, **(kwargs or {})))
+                return self.storages.opaque(func(*args, **(kwargs or {})))
             facts = self.facts_of(func)
         if facts.is_view:
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if facts.is_allocation:  # reads no bytes
+            return self.storages.opaque(func._op(*args, **kwargs) if kwargs else func._op(*args))
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
                 return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
@@ -131,6 +94,9 @@ class Recorder(RecorderMode):
         registry, serial = self.registry, self.session.serial
         for arg in args:
             kind = type(arg)
+            if kind in _NO_TENSORS:
+                recorded.append(arg)
+                continue
             if kind is Tensor or kind is Parameter:  # ``_argument`` in line, for the commonest cases
                 try:
                     value = registry[id(arg.untyped_storage())]
@@ -151,6 +117,8 @@ class Recorder(RecorderMode):
         recorded_kwargs = {name: self._argument(arg, inputs) for name, arg in kwargs.items()} if kwargs else _NO_KWARGS
         if not facts.is_simple or self._blanks or self._is_complex:
             return self._peculiar(func, facts, args, kwargs or {}, inputs, recorded, recorded_kwargs)
+        if self._unwatched:
+            self._watch()
         out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         op = TensorOp(
             _UNPLACED, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
@@ -180,18 +148,24 @@ class Recorder(RecorderMode):
                 return Constant(share_version(arg))
             value = self.registry.get(id(storage))
             if value is None:
-                value = self._new_source(storage, is_leaf=True)
+                value = self.storages.new_source(storage, is_leaf=True)
             else:
                 if type(value) is TensorValue:
-                    value = self._as_it_is(value, arg, storage)
+                    value = self.storages.as_it_is(value, arg, storage)
                 if value.pin.session != self.session.serial:
                     self.session.touch(value.pin)
             if type(value) is Source:
                 if (value.guard is not None or value.is_unguarded) and value.is_stale:
-                    value = self._renewed(value, storage)
+                    value = self.storages.renewed(value, storage)
                 if value.guard is None:
-                    self._first_read(value, arg, storage)
-                elif value.reader is None or value.reader() is not arg:
+                    if value.payload is None:
+                        self._blanks.append((value, storage, arg))
+                    elif value.cache is None:
+                        if arg.is_inference():
+                            value.watch(arg)
+                        else:
+                            self._unwatched.append((value, arg))
+                else:
                     value.watch_also(arg)
                 value.reads += 1
             inputs[value] = None
@@ -200,6 +174,8 @@ class Recorder(RecorderMode):
                 self._is_complex = True
             return ref
         if kind is list or kind is tuple:
+            if arg and type(arg[0]) in _NUMBERS:  # lists are of one kind
+                return arg
             for part in arg:
                 if isinstance(part, Tensor):
                     return [self._argument(part, inputs) for part in arg]
@@ -208,33 +184,17 @@ class Recorder(RecorderMode):
             return self._argument(arg.as_subclass(Tensor), inputs)
         return arg
 
-    def _as_it_is(self, value: TensorValue, tensor: Tensor, storage: UntypedStorage) -> TensorValue | Source:
-        """What the storage of ``value`` holds: something else, if it was written where no recorder saw it."""
-        count = version_of(tensor)
-        if value.count is None or count is None:
-            value.count = count
-            return value
-        if count == value.count or value.pin.is_split:
-            return value
-        if value.pin.session in self.owner.running:
-            self.storage_written_outside(storage)
-        else:  # an output of an earlier call, edited since: an input of this one, like any other
-            self._renewed(value, storage)
-        return self.registry[id(storage)]
-
-    def _renewed(self, old: TensorValue | Source, storage: UntypedStorage) -> Source:
-        """The program wrote here: another version, for those who read from now on."""
-        old.pin.version += 1
-        new = Source(storage, old.pin, old.is_leaf if isinstance(old, Source) else True)
-        new.is_unguarded = isinstance(old, Source) and old.is_unguarded
-        self.registry[id(storage)] = new
-        return new
-
-    def _first_read(self, value: Source, tensor: Tensor, storage: UntypedStorage) -> None:
-        if value.is_leaf:
-            value.watch(tensor)
-        elif value.is_blank:
-            self._blanks.append((value, storage, tensor))
+    def _watch(self, writes: Sequence[Write] = ()) -> None:
+        """Remember the version counters of the leaves that the op reads first; what it writes, it needs no word for."""
+        written = [write.old for write in writes]
+        for value, tensor in self._unwatched:
+            if value in written:
+                continue
+            if value.guard is None:
+                value.watch(tensor)
+            else:
+                value.watch_also(tensor)
+        self._unwatched.clear()
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
@@ -297,15 +257,16 @@ class Recorder(RecorderMode):
         if facts.is_random:
             rng = self.owner.generators.before_op(args, kwargs)
             replayable = replayable and rng is not None
-        writes: Sequence[_Write] = ()
+        writes: Sequence[Write] = ()
         written: list[Value] = []
         if facts.may_write:
-            writes = self._before_writes(facts, args, kwargs, refs_of((recorded, recorded_kwargs)))
+            writes = self.storages.before_writes(facts, args, kwargs, recorded, recorded_kwargs)
+            any_whole = any(write.whole for write in writes)
+            refs = refs_of(recorded, recorded_kwargs) if any_whole else ()
             for write in writes:
-                old: Value = write.old
-                if write.whole:
-                    old = _without_content(write.old, write.storage, inputs, recorded, recorded_kwargs)
-                written.append(old)
+                written.append(without_content(write, inputs, refs) if write.whole else write.old)
+        if self._unwatched:
+            self._watch(writes)
         if self._blanks:
             self._keep_blanks(facts, writes, written, replayable)
         is_complex, self._is_complex = self._is_complex or facts.makes_complex, False
@@ -313,31 +274,41 @@ class Recorder(RecorderMode):
         uncounted = facts.uncounted_writes(args, kwargs) if facts.writes_uncounted or facts.learned_writes else ()
         versions = [tensor._version for tensor in uncounted]
         try:
-            with lazy_bits_resolved() if is_complex else nullcontext():
-                out = func(*args, **kwargs)
+            if is_complex:
+                with lazy_bits_resolved():
+                    out = func._op(*args, **kwargs)
+            else:
+                out = func._op(*args, **kwargs)
         except BaseException:
             for position, write in enumerate(writes):  # it may have written a part
-                self._after_write(write, position, None)
+                self.storages.after_write(write, position, None)
             raise
 
         if facts.is_zeros:
             self._has_zeros = True
             return out
-        if facts.is_allocation:
-            return self._opaque(out)
         if versions:
             count_writes(uncounted, versions)
-        if any(type(write.old) is Source and write.old.is_unguarded for write in writes):
-            replayable = False  # what it wrote over may have been written by others, too
-        if any(write.storage.nbytes() != write.old.nbytes for write in writes):
-            replayable = False  # an out= argument was resized: its storage is another one now
+        is_made = False
+        for write in writes:
+            old = write.old
+            if type(old) is Source and old.is_unguarded:
+                replayable = False  # what it wrote over may have been written by others, too
+            if write.storage.nbytes() != old.nbytes:
+                replayable = False  # an out= argument was resized: its storage is another one now
+            is_made = is_made or write.is_made
         if facts.is_foreign and not facts.was_watched:
             for tensor in all_tensors((args, kwargs)):  # any of them may have been written
-                self.written_outside(tensor)
+                self.storages.written_outside(tensor)
         if not replayable:
-            self._opaque(out, unguarded)
+            self.storages.opaque(out, unguarded)
             for position, write in enumerate(writes):
-                self._after_write(write, position, None)
+                self.storages.after_write(write, position, None)
+            self.settle()
+            return out
+        if not is_made and not facts.has_fresh_results and not facts.is_foreign and writes:
+            for position, write in enumerate(writes):  # leaves: the program's own bytes
+                self.storages.after_write(write, position, None)
             self.settle()
             return out
         op = PeculiarOp(
@@ -346,7 +317,7 @@ class Recorder(RecorderMode):
             func,
             facts,
             recorded,
-            dict(recorded_kwargs),
+            recorded_kwargs,
             self.session.ambient,
             _is_grad_enabled(),
         )
@@ -354,73 +325,16 @@ class Recorder(RecorderMode):
         outs = flat_tensors(out)
         if facts.is_factory and not inputs and outs:
             _write_down_defaults(op, outs[0])
-        if any(write.is_made for write in writes):
+        if is_made:
             op.seq = next(self.owner.sequence)
-        made = [self._after_write(write, position, op) for position, write in enumerate(writes)]
-        self._results(op, outs, any(made))
-        return out
-
-    def written_outside(self, tensor: Tensor) -> None:
-        """What the storage of ``tensor`` holds now can no longer be made by replaying ops."""
-        try:
-            storage = tensor.untyped_storage()
-        except NO_STORAGE:
-            return
-        self.storage_written_outside(storage)
-
-    def storage_written_outside(self, storage: UntypedStorage) -> None:
-        value = self.registry.get(id(storage))
-        if type(value) is TensorValue:
-            self._after_write(_Write(value, storage, False, False), 0, None)
-
-    def _new_source(self, storage: UntypedStorage, is_leaf: bool) -> Source:
-        """A storage that no recorded op made."""
-        pin = Pin(storage, forget)
-        pin.key = id(storage)
-        pin.registry = self.registry
-        pin.is_split = False
-        pin.version = pin.users = 0
-        self.session.touch(pin)
-        source = self.registry[pin.key] = Source(storage, pin, is_leaf)
-        return source
-
-    def _opaque(self, out: Any, is_unguarded: bool = False) -> Any:
-        """Results that no replay can make: blank until something reads them."""
-        for tensor in flat_tensors(out):
-            try:
-                storage = tensor.untyped_storage()
-            except NO_STORAGE:
-                continue
-            if id(storage) not in self.registry:
-                self._new_source(storage, is_leaf=False).is_unguarded = is_unguarded
+        for position, write in enumerate(writes):
+            self.storages.after_write(write, position, op)
+        self._results(op, outs, is_made)
         return out
 
     # -- writes -------------------------------------------------------------------------------------------------
 
-    def _before_writes(self, facts: OpFacts, args: Any, kwargs: Any, refs: list[Ref]) -> list[_Write]:
-        """What an op is about to write; content that earlier ops read is saved first (rule 4)."""
-        found: dict[int, _Write] = {}
-        for tensor, reads in facts.written_tensors(args, kwargs):
-            try:
-                storage = tensor.untyped_storage()
-            except NO_STORAGE:
-                continue
-            whole = not reads and tensor.numel() * tensor.itemsize == storage.nbytes()
-            old = self.registry[id(storage)]
-            found[id(storage)] = _Write(old, storage, whole, type(old) is Source and old.is_leaf)
-        writes = list(found.values())
-        # Does anything depend on what this op reads before it writes?
-        matters = facts.has_fresh_results or any(write.old.producer is not None for write in writes)
-        for write in writes:
-            old = write.old
-            if type(old) is not Source or old.is_blank:
-                continue
-            was_read = old.reads > sum(ref.value is old for ref in refs)
-            if was_read or (matters and not write.whole):
-                old.keep(copy_of(write.storage), self.cache)
-        return writes
-
-    def _keep_blanks(self, facts: OpFacts, writes: Sequence[_Write], written: list[Value], replayable: bool) -> None:
+    def _keep_blanks(self, facts: OpFacts, writes: Sequence[Write], written: list[Value], replayable: bool) -> None:
         """The op is about to read memory that nothing can fill again: hold it, unless the op fills all of it itself."""
         position = {write.old: i for i, write in enumerate(writes)}
         for value, storage, tensor in self._blanks:
@@ -431,35 +345,6 @@ class Recorder(RecorderMode):
             elif written[i] is value and (facts.has_fresh_results or writes[i].whole):
                 value.keep(copy_of(storage), self.cache)  # what it reads, it is about to overwrite
         self._blanks.clear()
-
-    def _after_write(self, write: _Write, position: int, op: TensorOp | None) -> bool:
-        """Make the new version of a written storage; whether ``op`` is its producer."""
-        old, storage = write.old, write.storage
-        pin = old.pin
-        pin.version += 1
-        must_keep = False
-        new: TensorValue | Source
-        if op is not None and write.is_made:
-            new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version)
-            if type(old) is TensorValue:
-                new.guard, new.guard_version = old.guard, old.guard_version
-        else:
-            # A leaf stays a leaf: its bytes are the program's. Anything else can no longer be made again.
-            new = Source(storage, pin, write.is_leaf)
-            new.is_unguarded = type(old) is Source and old.is_unguarded
-            must_keep = old.handles > 0 and not write.is_leaf
-            new.pinned = must_keep
-        new.slot = old.slot
-        slot = None if old.slot is None else old.slot()
-        if slot is not None:
-            slot.latest = new
-        self.registry[id(storage)] = new
-        self.cache.replace(old, new, storage)
-        if type(old) is TensorValue:
-            old.guard = None  # an alias too: the handles are the new version's, and it must not outlive them
-        if must_keep and isinstance(new, Source):
-            new.keep(storage, self.cache)
-        return new.producer is not None
 
     def finish(self) -> None:
         """The call has returned."""
@@ -482,7 +367,7 @@ class Recorder(RecorderMode):
             return LeafHandle(tensor.detach())
         value = self.registry.get(id(storage))
         if type(value) is TensorValue and tensor._version != value.count:
-            value = self._as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
+            value = self.storages.as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
         if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
             # ``.data`` may yet be exchanged.
@@ -522,14 +407,6 @@ class Recorder(RecorderMode):
             session.largest_layer = describe_layer(modules_in_flight())
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """The count of the tensor's version counter; None for a tensor of inference mode, which has none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
 def count_writes(tensors: Sequence[Tensor], versions: list[int]) -> None:
     """Move the version counters that plain PyTorch moves, but an op below a dispatch mode does not."""
     for tensor, version in zip(tensors, versions, strict=True):
@@ -537,25 +414,9 @@ def count_writes(tensors: Sequence[Tensor], versions: list[int]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def _without_content(
-    old: TensorValue | Source, storage: UntypedStorage, inputs: dict[Value, None], *recorded: Any
-) -> Value:
-    """The op overwrites ``old`` without reading it: its record refers to fresh memory of that size instead.
-
-    Unless it reads the same storage by another argument.
-    """
-    refs = [ref for ref in refs_of(recorded) if ref.value is old]
-    if len(refs) != 1:
-        return old
-    blank = Source(storage, old.pin, is_leaf=False)
-    refs[0].value = blank
-    del inputs[old]
-    inputs[blank] = None
-    return blank
-
-
 def _write_down_defaults(op: TensorOp, out: Tensor) -> None:
     """A factory called without dtype or device means the defaults of that moment."""
+    op.kwargs = dict(op.kwargs)
     if op.kwargs.get("device") is None:
         op.kwargs["device"] = out.device
     if op.facts.takes_dtype and op.kwargs.get("dtype") is None:

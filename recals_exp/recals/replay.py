@@ -13,7 +13,8 @@ from torch import Tensor, UntypedStorage
 from .ambient import Ambient, lazy_bits_resolved, neutral
 from .errors import ReplayError
 from .graph import Op, Value
-from .tape import Constant, Ref, Source, TensorOp
+from .ops import Constant, Ref, TensorOp
+from .tape import Source
 
 
 def flat_tensors(out: Any) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""The tape with tensors: storages, their versions, references into them, and the ops that made them.
+"""The tape with tensors: storages, their versions, and who watches them.
 
 Legend::
 
     value  one version of a storage: producer op, bytes if held, guard      (graph.Value; the registry has the latest)
     Pin    weak reference to the storage + the number of its current version
     Slot   the latest value of a storage that autograd saved                 (what handles refer to)
-    Ref    value + dtype, size, stride, offset                               (an argument of a recorded op)
+    Ref    value + dtype, size, stride, offset                               (ops.Ref: an argument of a recorded op)
 
 A view is geometry, not a value (rule 2). Handles refer to the *slot*, ops to the *value*: autograd reads what the storage
 holds when backward comes, unless its version counter moved (then it raises); an op must be replayed on what it read.
@@ -14,23 +14,19 @@ holds when backward comes, unless its version counter moved (then it raises); an
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from .ambient import share_version
 from .contents import checksum
-from .costs import Meta, OpCost, op_cost
 from .errors import SourceChangedError
 from .graph import Op, Value
 
 if TYPE_CHECKING:
-    from .ambient import Ambient
     from .cache import Cache
-    from .facts import OpFacts
     from .handles import Handle
-    from .randomness import RandomState
 
 Registry = dict[int, "TensorValue | Source"]
 """``id`` of a live storage's Python object -> its latest value."""
@@ -93,9 +89,7 @@ class TensorValue(Value):
 
     __slots__ = ("count", "guard", "guard_version", "pin", "slot", "version")
 
-    def __init__(
-        self, producer: TensorOp, index: int, nbytes: int, pin: Pin, version: int, count: int | None = None
-    ) -> None:
+    def __init__(self, producer: Op, index: int, nbytes: int, pin: Pin, version: int, count: int | None = None) -> None:
         self.count = count
         self.producer = producer
         self.index = index
@@ -155,7 +149,7 @@ class Source(Value):
     Attributes:
         guard: shares the version counter of a leaf; if it has moved, the old bytes are lost and reading is refused.
         others: further guards and their counts: ``.data`` has a version counter of its own.
-        reader: the tensor that was read last.
+        reader: the tensor that was read last, unless it is ``guard`` itself.
         reads: how often recorded ops read this version; if they did, a write must copy it first.
         cache: where kept bytes are counted; None for a leaf or a blank.
         is_unguarded: somebody writes here whom no counter gives away (NumPy; inference mode); then ``checksum`` does, of the
@@ -177,14 +171,19 @@ class Source(Value):
     )
 
     def __init__(self, storage: UntypedStorage, pin: Pin, is_leaf: bool) -> None:
-        super().__init__(None, 0, storage.nbytes())
+        # ``Value.__init__`` in line: a batch norm makes several.
+        self.producer = None
+        self.index = self.handles = 0
+        self.nbytes = storage.nbytes()
         self.payload = storage if is_leaf else None
+        self.pinned = False
+        self.note = None
         self.pin = pin
         self.slot: weakref.ref[Slot] | None = None
         self.device = storage.device
         self.guard: Tensor | None = None
         self.guard_version = 0
-        self.others: list[tuple[Tensor, int]] = []
+        self.others: Sequence[tuple[Tensor, int]] = ()
         self.reader: weakref.ref[Tensor] | None = None
         self.reads = 0
         self.cache: Cache | None = None
@@ -199,13 +198,18 @@ class Source(Value):
     def is_blank(self) -> bool:
         return self.payload is None
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing on the tape and no handle refers to a leaf's present bytes."""
+        return self.guard is None and self.slot is None and self.cache is None and not self.is_unguarded
+
     def keep(self, storage: UntypedStorage, cache: Cache, guard: Tensor | None = None) -> None:
         """Hold ``storage`` as the bytes of this version, and count them; ``guard``: the program's tensor, unless it is a copy."""
         self.payload = storage
         self.checksum = checksum(storage) if self.is_unguarded else None
         if guard is None:
             self.guard = None
-            self.others.clear()
+            self.others = ()
         else:
             self.watch(guard)
         if self.cache is None:
@@ -220,19 +224,21 @@ class Source(Value):
             if self.checksum is None:
                 self.checksum = checksum(self.payload)
             return
-        self.reader = weakref.ref(tensor)
-        # A leaf tensor of autograd can be kept itself; others might come to hold this very graph.
-        self.guard = tensor if tensor.requires_grad and tensor.grad_fn is None else share_version(tensor)
+        if tensor.requires_grad and tensor.grad_fn is None:
+            self.guard, self.reader = tensor, None  # others might come to hold this very graph
+        else:
+            self.guard, self.reader = share_version(tensor), weakref.ref(tensor)
         self.guard_version = tensor._version
 
     def watch_also(self, tensor: Tensor) -> None:
-        """Another tensor of the program over a leaf's bytes: its version counter may be another one."""
+        """A tensor of the program over a leaf's bytes: its version counter may be another one than those known."""
+        if tensor is self.guard or (self.reader is not None and self.reader() is tensor):
+            return
         base = tensor._base if tensor._is_view() else None
         if base is not None and (base is self.guard or (self.reader is not None and base is self.reader())):
             return
         self.reader = weakref.ref(tensor if base is None else base)
-        if tensor is not self.guard:
-            self.others.append((share_version(tensor), tensor._version))
+        self.others = (*self.others, (share_version(tensor), tensor._version))
 
     @property
     def count(self) -> int | None:
@@ -285,159 +291,3 @@ class Source(Value):
     def __del__(self) -> None:
         if self.cache is not None:
             self.cache.unpin(self.nbytes)
-
-
-class Ref:
-    """A tensor argument of a recorded op: where its bytes are and how they are read."""
-
-    __slots__ = ("dtype", "is_complex", "is_conj", "is_neg", "offset", "size", "stride", "value")
-
-    def __init__(self, value: Any, tensor: Tensor) -> None:
-        self.value: Value = value
-        self.dtype = dtype = tensor.dtype
-        self.size = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.is_complex = is_complex = dtype.is_complex
-        self.is_conj = is_complex and tensor.is_conj()
-        self.is_neg = tensor.is_neg()
-
-    def tensor(self, storage: UntypedStorage) -> Tensor:
-        """The argument again, over ``storage``."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)
-        if self.is_conj:
-            tensor = torch._conj(tensor)
-        if self.is_neg:
-            tensor = torch._neg_view(tensor)
-        return tensor
-
-
-class Constant:
-    """A tensor argument without a storage of its own (sparse, nested, a wrapper subclass): kept whole.
-
-    A write to it moves its version counter, and is refused at replay.
-    """
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-
-    def meta(self) -> Meta:
-        nested = self._tensor.is_nested
-        return (
-            Meta((self._tensor.numel(),), self._tensor.itemsize)
-            if nested
-            else _meta(self._tensor.shape, self._tensor.dtype)
-        )
-
-    def tensor(self) -> Tensor:
-        if self._tensor._version != self._version:
-            what = f"[{self._tensor.layout} {list(self._tensor.shape)}]"
-            raise SourceChangedError(
-                f"a tensor {what} that a dropped value is rebuilt from was modified in place after forward read it (version "
-                f"{self._tensor._version}, expected {self._version}). Run backward first, or raise the cache limit.",
-                what=what,
-            )
-        return self._tensor
-
-
-class TensorOp(Op):
-    """One recorded aten op: all a replay needs.
-
-    Attributes:
-        func: the operator overload. args, kwargs: its arguments, tensors as ``Ref``.
-        written: the values whose bytes the op writes.
-        rng: generator and its state before the op, for random ops (rule 6).
-        ambient: the global settings in force (rule 7).
-    """
-
-    __slots__ = ("_cost", "ambient", "args", "facts", "func", "grad_mode", "kwargs", "outs")
-
-    rng: RandomState | None = None
-    written: tuple[Value, ...] = ()
-    is_complex: bool = False
-
-    def __init__(
-        self,
-        seq: int,
-        inputs: tuple[Value, ...],
-        func: Any,
-        facts: OpFacts,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        ambient: Ambient,
-        grad_mode: bool,  # some kernels look at it even below autograd (oneDNN's RNN keeps its workspace only then)
-    ) -> None:
-        self.seq = seq
-        self.inputs = inputs
-        self.func = func
-        self.facts = facts
-        self.args = args
-        self.kwargs = kwargs
-        self.ambient = ambient
-        self.grad_mode = grad_mode
-        self.outs: list[tuple[torch.Size, torch.dtype]] = []  # of the results, for the cost model
-
-    def full_cost(self) -> OpCost:
-        """FLOPs, bytes moved and seconds on the nominal machine; no clock is read."""
-        try:
-            return self._cost
-        except AttributeError:
-            outs = [_meta(*out) for out in self.outs]
-            try:
-                self._cost: OpCost = op_cost(self.func, _metas(self.args), _metas(self.kwargs), outs)
-            except Exception:
-                # An estimate: a formula that does not know some layout must not fail a step.
-                self._cost = OpCost(0, sum(out.nbytes for out in outs), 0.0)
-            return self._cost
-
-    def cost(self) -> float:
-        return self.full_cost().seconds
-
-    def name(self) -> str:
-        return str(self.func)
-
-
-class PeculiarOp(TensorOp):
-    """An op that writes its arguments, draws random numbers, or works on complex numbers."""
-
-    __slots__ = ("is_complex", "rng", "written")
-
-    rng: RandomState | None
-    written: tuple[Value, ...]
-    is_complex: bool
-
-
-def _meta(size: torch.Size, dtype: torch.dtype) -> Meta:
-    return Meta(tuple(size), dtype.itemsize)
-
-
-def _metas(item: Any) -> Any:
-    if type(item) is Ref:
-        return _meta(item.size, item.dtype)
-    if type(item) is Constant:
-        return item.meta()
-    if type(item) is list:
-        return [_metas(part) for part in item]
-    if type(item) is dict:
-        return {key: _metas(part) for key, part in item.items()}
-    return item
-
-
-def refs_of(recorded: Any) -> list[Ref]:
-    """The tensor arguments in recorded arguments, in order."""
-    found: list[Ref] = []
-    stack: list[Any] = [recorded]
-    while stack:
-        item = stack.pop()
-        kind = type(item)
-        if kind is Ref:
-            found.append(item)
-        elif kind is list or kind is tuple:
-            stack.extend(reversed(item))
-        elif kind is dict:
-            stack.extend(reversed(item.values()))
-    return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .graph import Op, Value
-from .tape import TensorOp
+from .ops import TensorOp
 
 Key: TypeAlias = tuple[int, int]
 """(the op's number on the tape, which of its results), or (SOURCE_KEY, a number)."""

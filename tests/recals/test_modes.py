@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from recals_exp.recals import RecalsWarning, UnsupportedError, recals_with_rngs
+from recals_exp.recals import Recals, RecalsWarning, UnsupportedError, recals_with_rngs
 
 stories = Stories()
 
@@ -192,6 +192,31 @@ def test_compiled_parts_run_eagerly_and_say_so_once() -> None:
     found = [parameter.grad for parameter in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))  # type: ignore[arg-type]
     assert recals.stats.recomputed_values > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+def test_called_from_compiled_code_nothing_inside_is_compiled() -> None:
+    frames = []
+    for depth in (2, 8):
+        model, x = mlp(8, depth, dropout=0.0), torch.randn(4, 8)
+        (model(x * 2).sum() * 3).backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        recals = recals_with_rngs(4 * 8 * 4)
+
+        def step(x: Tensor, model: nn.Module = model, recals: Recals = recals) -> None:
+            (recals(model, x * 2).sum() * 3).backward()
+
+        with _fresh_compiler():
+            torch._dynamo.utils.counters.clear()
+            compiled = torch.compile(step, backend="eager")
+            for _ in range(2):
+                model.zero_grad()
+                compiled(x)
+            frames.append(torch._dynamo.utils.counters["frames"]["total"])
+        found = [parameter.grad for parameter in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))  # type: ignore[arg-type]
+        assert recals.stats.recomputed_values > 0
+    assert 0 < frames[0] == frames[1]  # as many for two layers as for eight: pieces of ``step`` alone
 
 
 def test_flop_counter_counts_what_is_run_again() -> None:

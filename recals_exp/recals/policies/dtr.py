@@ -63,11 +63,13 @@ class Dtr(Policy):
         return Dtr()
 
     def keeps(self, cache: Cache, value: Value) -> bool:
+        if cache.limit_bytes is None:
+            return True
         if len(cache.live) <= 1:
             self._clock = 0.0  # a new step: what earlier ones re-ran is forgotten, so that equal steps run equally
         self._clock = max(self._clock, float(value.position))
         value.note = _Note(self._clock)
-        return cache.limit_bytes is None or value.nbytes <= cache.limit_bytes - cache.pinned_bytes
+        return value.nbytes <= cache.limit_bytes - cache.pinned_bytes
 
     def victim(self, cache: Cache, incoming: Value) -> Value | None:
         best, best_score = None, float("inf")
