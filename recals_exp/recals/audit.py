@@ -164,7 +164,7 @@ class Auditor(Recorder):
                 made[id(storage)] = (value, storage)
         if not made:
             return True
-        env: dict[Value, Any] = {}
+        env: dict[Value, Any] = {v: v for v in op.inputs if isinstance(v, Source) and v.is_blank}
         for storage in storages:
             for version in self._versions(op, storage):
                 env[version] = before.get(id(storage), storage)

@@ -129,6 +129,7 @@ class OpFacts:
     has_fresh_results: bool  # some result is neither a view of an argument nor the written argument itself
     is_simple: bool  # nothing to see to but its inputs and results: the recorder's fast path
     picks_kernels: bool  # may compute by another kernel, to other bits, where a backend's setting differs
+    is_only_write: bool  # writes its first argument in place, and that is all there is to it
     is_factory: bool  # takes a device
     takes_dtype: bool
     has_flops: bool  # torch has a FLOP formula for it
@@ -217,11 +218,15 @@ def learn(func: Any) -> OpFacts:
         has_fresh_results=any(r.alias_info is None for r in returns),
         is_simple=False,
         picks_kernels=torch.Tag.pointwise not in func.tags or base in _POINTWISE_BY_CHOICE,
+        is_only_write=False,
         is_factory=any(arg.name == "device" for arg in schema.arguments),
         takes_dtype=any(arg.name == "dtype" for arg in schema.arguments),
         unspecified=_UNSPECIFIED.get(base, frozenset()),
         has_flops=func._overloadpacket in flop_registry,
         is_replayable=base not in _NOT_REPLAYABLE and namespace not in _COLLECTIVE_NAMESPACES,
+    )
+    facts.is_only_write = facts.only_write == 0 and not (
+        facts.has_fresh_results or facts.is_random or facts.is_foreign or not facts.is_replayable
     )
     facts.is_simple = not (
         facts.is_view

@@ -63,6 +63,7 @@ class Recorder(RecorderMode):
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
+        self._overwritten: dict[int, Source] = {}  # id of an argument of that op -> the memory a replay has instead
         self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
 
@@ -78,6 +79,8 @@ class Recorder(RecorderMode):
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if facts.is_allocation:  # reads no bytes
             return self.storages.opaque(func._op(*args, **kwargs) if kwargs else func._op(*args))
+        if facts.is_only_write and not kwargs and len(args) == 2 and self._is_count(*args):
+            return func._op(*args)
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
                 return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
@@ -89,6 +92,8 @@ class Recorder(RecorderMode):
         ):  # in the middle of the call
             self._note_settings()
             self.session.ambient = Ambient()
+        if facts.hidden_writes is not None:
+            self._find_overwritten(facts.hidden_writes(args, kwargs or _NO_KWARGS), args)
         inputs: dict[Value, None] = {}
         recorded: list[Any] = []
         registry, serial = self.registry, self.session.serial
@@ -126,6 +131,29 @@ class Recorder(RecorderMode):
         self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
         return out
 
+    def _is_count(self, target: Any, operand: Any) -> bool:
+        """Whether nothing is known of ``target`` (a batch norm's count of batches): nothing has to be noted then."""
+        if type(target) is not Tensor or type(operand) not in _NUMBERS or target.is_complex() or target.is_neg():
+            return False
+        try:
+            return id(target.untyped_storage()) not in self.registry
+        except NO_STORAGE:
+            return False
+
+    def _find_overwritten(self, tensors: Sequence[Any], args: Sequence[Any]) -> None:
+        """Running statistics of which nothing is known: nothing has to be noted of what they were."""
+        self._overwritten.clear()
+        try:
+            keys = [id(arg.untyped_storage()) for arg in args if isinstance(arg, Tensor)]
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                key = id(storage)
+                whole = tensor.numel() * tensor.itemsize == storage.nbytes()
+                if whole and key not in self.registry and keys.count(key) == 1:
+                    self._overwritten[id(tensor)] = Source(storage, None, is_leaf=False)
+        except NO_STORAGE:
+            return
+
     def _note_settings(self) -> None:
         self._dtype, self._threads = _default_dtype(), _num_threads()
         self._flushes = flushes_denormals()
@@ -140,6 +168,9 @@ class Recorder(RecorderMode):
     def _argument(self, arg: Any, inputs: dict[Value, None]) -> Any:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
+            if self._overwritten and (blank := self._overwritten.get(id(arg))) is not None:
+                inputs[blank] = None
+                return Ref(blank, arg)
             try:
                 storage = arg.untyped_storage()
             except NO_STORAGE:
@@ -149,6 +180,8 @@ class Recorder(RecorderMode):
             value = self.registry.get(id(storage))
             if value is None:
                 value = self.storages.new_source(storage, is_leaf=True)
+                if arg.requires_grad:
+                    value.watch(arg)
             else:
                 if type(value) is TensorValue:
                     value = self.storages.as_it_is(value, arg, storage)
@@ -165,7 +198,7 @@ class Recorder(RecorderMode):
                             value.watch(arg)
                         else:
                             self._unwatched.append((value, arg))
-                else:
+                elif value.guard is not arg:
                     value.watch_also(arg)
                 value.reads += 1
             inputs[value] = None
@@ -260,11 +293,14 @@ class Recorder(RecorderMode):
         writes: Sequence[Write] = ()
         written: list[Value] = []
         if facts.may_write:
-            writes = self.storages.before_writes(facts, args, kwargs, recorded, recorded_kwargs)
+            writes = self.storages.before_writes(facts, args, kwargs, recorded, recorded_kwargs, self._overwritten)
             any_whole = any(write.whole for write in writes)
             refs = refs_of(recorded, recorded_kwargs) if any_whole else ()
             for write in writes:
                 written.append(without_content(write, inputs, refs) if write.whole else write.old)
+            if self._overwritten:
+                written.extend(self._overwritten.values())
+                self._overwritten.clear()
         if self._unwatched:
             self._watch(writes)
         if self._blanks:

@@ -110,11 +110,22 @@ class Storages:
         return out
 
     def before_writes(
-        self, facts: OpFacts, args: Any, kwargs: Any, recorded: list[Any], recorded_kwargs: dict[str, Any]
+        self,
+        facts: OpFacts,
+        args: Any,
+        kwargs: Any,
+        recorded: list[Any],
+        recorded_kwargs: dict[str, Any],
+        unknown: dict[int, Source],
     ) -> Sequence[Write]:
-        """What an op is about to write; content that earlier ops read is saved first (rule 4)."""
+        """What an op is about to write; content that earlier ops read is saved first (rule 4).
+
+        ``unknown``: by ``id``, written tensors that no op has read.
+        """
         found: dict[int, Write] = {}
         for tensor, reads in facts.written_tensors(args, kwargs):
+            if unknown and id(tensor) in unknown:
+                continue
             try:
                 storage = tensor.untyped_storage()
             except NO_STORAGE:

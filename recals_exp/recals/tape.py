@@ -170,7 +170,7 @@ class Source(Value):
         "slot",
     )
 
-    def __init__(self, storage: UntypedStorage, pin: Pin, is_leaf: bool) -> None:
+    def __init__(self, storage: UntypedStorage, pin: Pin | None, is_leaf: bool) -> None:
         # ``Value.__init__`` in line: a batch norm makes several.
         self.producer = None
         self.index = self.handles = 0
@@ -178,7 +178,8 @@ class Source(Value):
         self.payload = storage if is_leaf else None
         self.pinned = False
         self.note = None
-        self.pin = pin
+        if pin is not None:
+            self.pin = pin  # a blank that stands for memory of the replay's own has none
         self.slot: weakref.ref[Slot] | None = None
         self.device = storage.device
         self.guard: Tensor | None = None
