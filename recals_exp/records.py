@@ -20,13 +20,12 @@ import dataclasses
 import json
 import math
 import os
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from recals_exp.codec import build, leaves, plain
 from recals_exp.stagerecords import StagesRecord
 
 FORMAT_VERSION = 5
@@ -329,9 +328,9 @@ def expected_overhead_pct(fraction: float, phases: PhaseTimes) -> float:
 def to_json(result: RunResult) -> str:
     """Text that `from_json` turns back into an equal record."""
     try:
-        return json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
+        return json.dumps(plain(result), indent=2, allow_nan=False) + "\n"
     except ValueError as error:
-        bad = [name for name, value in _leaves(result, "") if isinstance(value, float) and not math.isfinite(value)]
+        bad = [name for name, value in leaves(result, "") if isinstance(value, float) and not math.isfinite(value)]
         raise ValueError(
             f"a record holds finite numbers only, but {', '.join(bad) or 'a value'} is not: {error}"
         ) from error
@@ -350,7 +349,7 @@ def from_json(text: str) -> RunResult:
             f"the record has format_version {data['format_version']!r}, this version reads {FORMAT_VERSION}; "
             "run the job again, or read it with the version that wrote it"
         )
-    return _build(RunResult, data, "")
+    return build(RunResult, data, "")
 
 
 def save(result: RunResult, folder: Path) -> Path:
@@ -377,72 +376,3 @@ def describe_error(error: BaseException) -> str:
     """One line for the `error` column: the kind and the message, without its line breaks."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-# -- the codec: dataclasses, tuples, mappings, optionals and the JSON scalars, nothing more --------------------------
-
-_T = TypeVar("_T")
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _leaves(value: Any, where: str) -> list[tuple[str, Any]]:
-    value = _plain(value)
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{where}.{key}" if where else key)]
-    if isinstance(value, list):
-        return [leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{where}[{index}]")]
-    return [(where, value)]
-
-
-def _build(kind: type[_T], data: Any, where: str) -> _T:
-    if not isinstance(data, dict):
-        raise ValueError(f"{where or 'the record'} must be an object with the fields of {kind.__name__}, got {data!r}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(data) - set(fields))
-    missing = sorted(set(fields) - set(data))
-    faults = [f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"] if unknown else []
-    faults += [f"missing field{'s' if len(missing) > 1 else ''} {', '.join(missing)}"] if missing else []
-    if faults:
-        raise ValueError(
-            f"{where or kind.__name__}: {'; '.join(faults)}; "
-            f"format_version {FORMAT_VERSION} has exactly: {', '.join(fields)}"
-        )
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}" if where else name) for name in fields})
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
-        return _decode(hint, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} must be a list, got {value!r}")
-        return tuple(_decode(typing.get_args(hint)[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is Mapping:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be an object, got {value!r}")
-        return {key: _decode(typing.get_args(hint)[1], item, f"{where}.{key}") for key, item in value.items()}
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast("type[Any]", hint), value, where)
-    # bool is an int to Python and 3 is a fine float to JSON, but not the other way round
-    fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value, fits = float(value), True
-    if not fits:
-        raise ValueError(f"{where} must be of type {hint.__name__}, got {value!r}")
-    return value

@@ -42,6 +42,7 @@ from recals_exp.datasets import Batch, build_data
 from recals_exp.estimate import measure_estimate, write_estimate
 from recals_exp.jobs import as_failed, describe
 from recals_exp.learning import judge, train
+from recals_exp.limits import Limits
 from recals_exp.meters.device import deterministic_algorithms, resolve_device, seed_everything, thread_count
 from recals_exp.meters.environment import describe_environment
 from recals_exp.meters.flops import compare_flops, count_step_flops
@@ -53,15 +54,15 @@ from recals_exp.meters.timeline import step_details
 from recals_exp.meters.timing import measure_pairs, median_interval
 from recals_exp.models import build_model
 from recals_exp.pipelines import BoundPipeline, PipelineStrategy, PlainLoop, write_timeline
-from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step, write_prediction
+from recals_exp.predict import amid_training, write_prediction
 from recals_exp.processes import ProcessJob, check_started_alone
 from recals_exp.progress import Progress, SilentProgress
-from recals_exp.recals import Analysis, Stats, TapeRecord, format_analysis, format_bytes, recals_with_rngs
-from recals_exp.recals.prediction import Bounds, Profile, plan_step, predict, predicted_overhead_pct
+from recals_exp.recals import Analysis, Stats, format_analysis, recals_with_rngs
+from recals_exp.recals.prediction import predict
 from recals_exp.records import CacheRecord, FlopsRecord, ParityRecord, RunResult, StrategyRecord, TrainingRecord
 from recals_exp.runconfig import RunConfig
 from recals_exp.stagerecords import StagesRecord
-from recals_exp.strategies import NO_BUDGET, SHARE, BoundStrategy, Strategy, make_strategy, share_of
+from recals_exp.strategies import NO_BUDGET, BoundStrategy, make_strategy
 from recals_exp.writers import RunWriter, has_outcome, write_tradeoff
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class _Job:
         has_baseline = self.strategy.own_baseline() is not None
         steps = self.STAGES + has_baseline + config.train_steps + 2 * self.warmup_steps + config.timing_pairs
         progress.start(base.job, self.STAGES_ALONE.get(config.mode, steps))
-        self.profile: Profile | None = None
+        self.limits = Limits(config)
 
     def do(self, folder: Path) -> RunResult:
         """What the mode says; files beside the record go into `folder`."""
@@ -167,7 +168,7 @@ class _Job:
                 return None
             with step.autocast():
                 analysis = recals_with_rngs(-1).analyze(step.model, batch[0])
-            return self._choose_limit(step, Batch(*batch), analysis)
+            return self.limits.choose(self.strategy, step, Batch(*batch), analysis)
 
         config = self.config
         search = BatchSearch(
@@ -193,7 +194,7 @@ class _Job:
         batch = next(batches)
         total_bytes = self._analyse(step, batch.x).total_bytes
         with amid_training(step, batch, config.seed) as state:
-            prediction = predict(self._profile(step, state, batch))
+            prediction = predict(self.limits.profile(step, state, batch))
         title = f"Predicted from one step: {config.model.name}, {config.dataset.name}, batch of {config.batch_size}"
         log.info("%s\n%s", title, write_prediction(prediction, folder, title), extra=PRINTED)
         self._done("predicted")
@@ -205,10 +206,10 @@ class _Job:
         step, batches = self._build()
         batch = next(batches)
         analysis = self._analyse(step, batch.x)
-        limit = self._choose_limit(step, batch, analysis)
+        limit = self.limits.choose(self.strategy, step, batch, analysis)
         with amid_training(step, batch, self.config.seed) as state:
             is_engine = self.config.strategy == "recals" and not self.pipelined
-            profile = self._profile(step, state, batch) if is_engine else None
+            profile = self.limits.profile(step, state, batch) if is_engine else None
             limit_bytes = int(limit) if is_engine and limit is not None else None
             so_far_s = time.perf_counter() - started
             estimate = measure_estimate(self.config, step, state, batch, profile, limit_bytes, so_far_s)
@@ -223,9 +224,12 @@ class _Job:
         batch = next(batches)
         analysis = self._analyse(step, batch.x)
         total_bytes = analysis.total_bytes
-        limit = self._choose_limit(step, batch, analysis)
+        limit = self.limits.choose(self.strategy, step, batch, analysis)
         limit_bytes = int(limit) if limit is not None and self.strategy.uses_budget else None
-        predicted_pct, bound_pct = self._predict_overhead(step, batch, limit_bytes)
+        forecast = self.limits.forecast(self.strategy, step, batch, limit_bytes)
+        self.strategy = forecast.strategy
+        self.base = dataclasses.replace(self.base, planning_s=forecast.planning_s)
+        self._done("predicted")
         parity = self._check_parity(step, limit, batch)
         bound = self.strategy.bind(step.model, limit)
         training = self._train(step, bound, batch, batches, folder)
@@ -275,8 +279,8 @@ class _Job:
             peak_memory_plain_bytes=memory.resident_bytes + memory.step_peak_plain_bytes,
             peak_memory_bytes=memory.resident_bytes + memory.step_peak_bytes,
             gradients_identical=parity.gradients_identical,
-            predicted_overhead_pct=predicted_pct,
-            bound_overhead_pct=bound_pct,
+            predicted_overhead_pct=forecast.predicted_pct,
+            bound_overhead_pct=forecast.bound_pct,
             samples_per_s=config.batch_size / step_time_s,
             speed_vs_plain=1 / ratio,
             timing=timing,
@@ -324,87 +328,6 @@ class _Job:
         log.info("cache: %d bytes in all, %d in the largest layer", analysis.total_bytes, analysis.unit_max_bytes)
         self._done("analysed")
         return analysis
-
-    def _choose_limit(self, step: TrainStep, batch: Batch, analysis: Analysis) -> float | None:
-        """The limit that the budget means (rule 3): bytes, or a share for a strategy that takes one."""
-        budget, total_bytes = self.config.budget, analysis.total_bytes
-        if self.strategy.budget_kind == NO_BUDGET or budget.kind == "none":
-            return None
-        if self.strategy.budget_kind == SHARE:
-            return share_of(budget, self.strategy.name)
-        if not budget.is_found_out:
-            limit_bytes = budget.limit_bytes(total_bytes)
-            log.info("limit: %s bytes", limit_bytes)
-            return limit_bytes
-        with amid_training(step, batch, self.config.seed) as state:
-            profile = self._profile(step, state, batch)
-            if budget.kind == "knee":
-                knee = predict(profile, policies=[self.strategy.policy]).knee(self.strategy.policy)
-                log.info("limit: %d bytes, the knee at %.3g of the cache", knee.cache_limit_bytes, knee.budget)
-                return knee.cache_limit_bytes
-            # a plan per guess would take minutes: DTR, which it improves on, says about where to begin
-            stand_in = "dtr" if self.strategy.policy == "planned" else self.strategy.policy
-            fit = fit_limit(
-                int(budget.value),
-                lambda limit: measured_peak_bytes(step, state, self._waiting_strategy(), limit, batch),
-                lambda limit: profile.memory.peak_bytes(profile.record, limit, stand_in),
-                max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes),
-                total_bytes,
-            )
-        shown = ", ".join(f"{format_bytes(peak)} at {format_bytes(limit)}" for limit, peak in fit.tries)
-        log.info("limit: %d bytes; measured peaks: %s", fit.limit_bytes, shown)
-        return fit.limit_bytes
-
-    def _waiting_strategy(self) -> Strategy:
-        """The strategy, planning within the step where its policy plans: a peak is that of a planned step."""
-        config = self.config
-        options = {**config.policy_kwargs, **({"waits": True} if config.policy == "planned" else {})}
-        return make_strategy(config.strategy, config.policy, options, **config.strategy_kwargs)
-
-    def _profile(self, step: TrainStep, state: StartingState, batch: Batch) -> Profile:
-        if self.profile is None:
-            options = self.config.strategy_kwargs
-            recals = recals_with_rngs(-1, options.get("gpu_devices", "all"))
-            if options.get("audit", "first") != "off":
-                with step.autocast():
-                    recals.audit(step.model, batch.x)  # ops that do not come back bit for bit are never re-run
-            self.profile = profile_training_step(step, state, recals, batch, self.config.costs)
-        return self.profile
-
-    def _predict_overhead(
-        self, step: TrainStep, batch: Batch, limit_bytes: int | None
-    ) -> tuple[float | None, float | None]:
-        """Predicted and least overhead in percent; None for a strategy that keeps no budget."""
-        predicted = bound = None
-        if self.strategy.uses_budget and limit_bytes is None:
-            predicted = bound = 0.0
-        elif limit_bytes is not None:
-            with amid_training(step, batch, self.config.seed) as state:
-                record = self._profile(step, state, batch).record
-            started = time.perf_counter()
-            if self.strategy.policy == "planned":
-                predicted = self._plan(record, limit_bytes)
-                planning_s = time.perf_counter() - started
-                self.base = dataclasses.replace(self.base, planning_s=planning_s)
-                log.info("planned in %.2f s", planning_s)
-            else:
-                predicted = predicted_overhead_pct(record, limit_bytes, self.strategy.policy)
-            bound = Bounds(record).overhead_pct(limit_bytes)
-            predicted, bound = predicted + record.recording_pct, bound + record.recording_pct
-            log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
-        self._done("predicted")
-        return predicted, bound
-
-    def _plan(self, record: TapeRecord, limit_bytes: int) -> float:
-        """Make the plan that the strategy follows from its second step on; the overhead that it predicts, in percent."""
-        config = self.config
-        step_plan = plan_step(record, limit_bytes)
-        if step_plan is None:
-            return 0.0
-        if not self.pipelined:
-            options = {**config.policy_kwargs, "plans": (step_plan,)}
-            self.strategy = make_strategy(config.strategy, config.policy, options, **config.strategy_kwargs)
-        return step_plan.plan.overhead_pct
 
     def _check_parity(self, step: TrainStep, limit: float | None, batch: Batch) -> ParityRecord:
         parity = check_parity(

@@ -1,0 +1,111 @@
+"""From the budget of a job to the limit of its cache, and what a step under that limit will cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from recals_exp.datasets import Batch
+from recals_exp.meters.steps import StartingState, TrainStep
+from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step
+from recals_exp.recals import Analysis, format_bytes, recals_with_rngs
+from recals_exp.recals.prediction import Bounds, Profile, plan_step, predict, predicted_overhead_pct
+from recals_exp.runconfig import RunConfig
+from recals_exp.strategies import NO_BUDGET, SHARE, Strategy, make_strategy, share_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is known of a step before it is measured. Percent of a plain step; None where no budget is kept."""
+
+    strategy: Strategy  # follows the plan, where one was made
+    predicted_pct: float | None = None
+    bound_pct: float | None = None
+    planning_s: float | None = None
+
+
+class Limits:
+    """Finds limits for one configuration; a step is profiled at most once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._profile: Profile | None = None
+
+    def choose(self, strategy: Strategy, step: TrainStep, batch: Batch, analysis: Analysis) -> float | None:
+        """The limit that the budget means: bytes, or a share for a strategy that takes one."""
+        budget, total_bytes = self.config.budget, analysis.total_bytes
+        if strategy.budget_kind == NO_BUDGET or budget.kind == "none":
+            return None
+        if strategy.budget_kind == SHARE:
+            return share_of(budget, strategy.name)
+        if not budget.is_found_out:
+            limit_bytes = budget.limit_bytes(total_bytes)
+            log.info("limit: %s bytes", limit_bytes)
+            return limit_bytes
+        with amid_training(step, batch, self.config.seed) as state:
+            profile = self.profile(step, state, batch)
+            if budget.kind == "knee":
+                knee = predict(profile, policies=[strategy.policy]).knee(strategy.policy)
+                log.info("limit: %d bytes, the knee at %.3g of the cache", knee.cache_limit_bytes, knee.budget)
+                return knee.cache_limit_bytes
+            # a plan per guess would take minutes: DTR, which it improves on, says about where to begin
+            stand_in = "dtr" if strategy.policy == "planned" else strategy.policy
+            fit = fit_limit(
+                int(budget.value),
+                lambda limit: measured_peak_bytes(step, state, self._waiting_strategy(), limit, batch),
+                lambda limit: profile.memory.peak_bytes(profile.record, limit, stand_in),
+                max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes),
+                total_bytes,
+            )
+        shown = ", ".join(f"{format_bytes(peak)} at {format_bytes(limit)}" for limit, peak in fit.tries)
+        log.info("limit: %d bytes; measured peaks: %s", fit.limit_bytes, shown)
+        return fit.limit_bytes
+
+    def _waiting_strategy(self) -> Strategy:
+        """The strategy, planning within the step where its policy plans: a peak is that of a planned step."""
+        return self._strategy(**({"waits": True} if self.config.policy == "planned" else {}))
+
+    def profile(self, step: TrainStep, state: StartingState, batch: Batch) -> Profile:
+        """One recorded step, made once."""
+        if self._profile is None:
+            options = self.config.strategy_kwargs
+            recals = recals_with_rngs(-1, options.get("gpu_devices", "all"))
+            if options.get("audit", "first") != "off":
+                with step.autocast():
+                    recals.audit(step.model, batch.x)  # ops that do not come back bit for bit are never re-run
+            self._profile = profile_training_step(step, state, recals, batch, self.config.costs)
+        return self._profile
+
+    def forecast(self, strategy: Strategy, step: TrainStep, batch: Batch, limit_bytes: int | None) -> Forecast:
+        """What a step under `limit_bytes` will cost. A plan that is made for it comes back in the strategy."""
+        if not strategy.uses_budget:
+            return Forecast(strategy)
+        if limit_bytes is None:
+            return Forecast(strategy, predicted_pct=0.0, bound_pct=0.0)
+        with amid_training(step, batch, self.config.seed) as state:
+            record = self.profile(step, state, batch).record
+        planning_s = None
+        if strategy.policy == "planned":
+            started = time.perf_counter()
+            step_plan = plan_step(record, limit_bytes)
+            predicted = 0.0 if step_plan is None else step_plan.plan.overhead_pct
+            planning_s = time.perf_counter() - started
+            log.info("planned in %.2f s", planning_s)
+            if step_plan is not None:
+                strategy = self._strategy(plans=(step_plan,))
+        else:
+            predicted = predicted_overhead_pct(record, limit_bytes, strategy.policy)
+        bound = Bounds(record).overhead_pct(limit_bytes)
+        predicted, bound = predicted + record.recording_pct, bound + record.recording_pct
+        log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
+        return Forecast(strategy, predicted, bound, planning_s)
+
+    def _strategy(self, **options: Any) -> Strategy:
+        config = self.config
+        return make_strategy(
+            config.strategy, config.policy, {**config.policy_kwargs, **options}, **config.strategy_kwargs
+        )
