@@ -34,7 +34,7 @@ CHAIN = ["model.depth=8", "dataset.image_size=6", "batch_size=16", "threads=1"]
 GPT = ["model.depth=2", "model.width=24", "model.heads=2", "dataset.seq_len=16", "batch_size=4", "threads=1"]
 TINY = {
     "documented_curve": CHAIN,
-    "pipeline_layouts": ["dataset.image_size=32", "batch_size=4", "threads=1"],
+    "pipeline_layouts": ["dataset.image_size=32", "batch_size=8", "threads=1"],
     "pipeline_schedules": CHAIN,
     "snn_constant": ["model.width=16", "batch_size=20", "threads=1"],
     "strategies": GPT,
