@@ -119,6 +119,7 @@ class OpFacts:
         bool  # some written argument is a list of tensors, whose counters no mode sees moved (foreach ops)
     )
     hidden_writes: Callable[[Any, Any], tuple[Any, ...]] | None  # written undeclared, and nothing else depends on them
+    counts_writes: bool  # a write moves the version counter
     only_write: int | None  # position of the written argument of an in-place op that writes nothing else
     is_random: bool
     is_allocation: bool
@@ -207,6 +208,7 @@ def learn(func: Any) -> OpFacts:
         writes_uncounted=any("List" in str(schema.arguments[i].type) for i, _, _ in writes)
         and not base.startswith(_NEVER_COUNTED),
         hidden_writes=hidden,
+        counts_writes=hidden is None and not base.startswith(_NEVER_COUNTED),
         only_write=writes[0][0]
         if len(writes) == 1 and hidden is None and _is_tensor_in_place(func, writes[0])
         else None,

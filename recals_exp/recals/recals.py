@@ -32,7 +32,7 @@ from .randomness import GpuDevices, SavedGenerators
 from .record import TapeRecord
 from .recorder import Recorder
 from .replay import Replayer
-from .session import Session
+from .session import Reach, Session
 from .simulate import pinned_bytes
 from .sizes import format_bytes, parse_bytes
 from .storages import NO_STORAGE
@@ -66,7 +66,7 @@ class Recals:
         self.generators = SavedGenerators(gpu_devices)
         self.registry: Registry = {}
         self.sequence = itertools.count()  # places on the tape
-        self.sessions: set[int] = set()  # calls of which a handle lives
+        self.sessions: dict[int, Reach] = {}  # calls of which a handle lives
         self.running: set[int] = set()  # of them, those that have not returned
         watch_fused_steps(self)
 
@@ -179,11 +179,16 @@ class Recals:
 
         Buffers and generators are left as they were. What is found stays pinned in this object.
         """
-        with torch.enable_grad(), module_state_restored(fn):
-            auditor = Auditor(self, Session(self), runs_foreign=True)
-            with saved_tensors_hooks(auditor.pack, unpack), auditor:
-                fn(*args, **kwargs)
-            auditor.finish()
+        session = Session(self)
+        self.running.add(session.serial)
+        try:
+            with torch.enable_grad(), module_state_restored(fn):
+                auditor = Auditor(self, session, runs_foreign=True)
+                with saved_tensors_hooks(auditor.pack, unpack), auditor:
+                    fn(*args, **kwargs)
+                auditor.finish()
+        finally:
+            self.running.discard(session.serial)
         self._seen.update(audit_keys(fn, args))
         return auditor.report()
 

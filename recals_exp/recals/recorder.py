@@ -28,7 +28,7 @@ from .layers import describe_layer, layer_name, modules_in_flight
 from .ops import Constant, PeculiarOp, Ref, TensorOp, refs_of
 from .replay import flat_tensors
 from .session import Session
-from .storages import NO_STORAGE, Storages, Write, without_content
+from .storages import NO_STORAGE, Storages, Write, fills, version_of, without_content
 from .tape import Pin, Registry, Slot, Source, TensorValue, forget
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Recorder(RecorderMode):
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
-        self._overwritten: dict[int, Source] = {}  # id of an argument of that op -> the memory a replay has instead
+        self._overwritten: dict[int, Source] = {}  # id of a storage that it writes -> the memory a replay has instead
         self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
         self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
 
@@ -148,9 +148,9 @@ class Recorder(RecorderMode):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 key = id(storage)
-                whole = tensor.numel() * tensor.itemsize == storage.nbytes()
+                whole = fills(tensor, storage)
                 if whole and key not in self.registry and keys.count(key) == 1:
-                    self._overwritten[id(tensor)] = Source(storage, None, is_leaf=False)
+                    self._overwritten[key] = Source(storage, None, is_leaf=False)
         except NO_STORAGE:
             return
 
@@ -168,13 +168,13 @@ class Recorder(RecorderMode):
     def _argument(self, arg: Any, inputs: dict[Value, None]) -> Any:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            if self._overwritten and (blank := self._overwritten.get(id(arg))) is not None:
-                inputs[blank] = None
-                return Ref(blank, arg)
             try:
                 storage = arg.untyped_storage()
             except NO_STORAGE:
                 return Constant(share_version(arg))
+            if self._overwritten and (blank := self._overwritten.get(id(storage))) is not None:
+                inputs[blank] = None
+                return Ref(blank, arg)
             if arg.is_nested or arg.is_quantized or (self._has_zeros and arg._is_zerotensor()):
                 return Constant(share_version(arg))
             value = self.registry.get(id(storage))
@@ -185,9 +185,9 @@ class Recorder(RecorderMode):
             else:
                 if type(value) is TensorValue:
                     value = self.storages.as_it_is(value, arg, storage)
+            if type(value) is Source:
                 if value.pin.session != self.session.serial:
                     self.session.touch(value.pin)
-            if type(value) is Source:
                 if (value.guard is not None or value.is_unguarded) and value.is_stale:
                     value = self.storages.renewed(value, storage)
                 if value.guard is None:
@@ -242,7 +242,11 @@ class Recorder(RecorderMode):
                 continue
             if key in registry:  # a view of an argument, or the written argument itself
                 if not op.facts.writes:
-                    registry[key].pin.is_split = True
+                    value = registry[key]
+                    if len(outs) == 1 and type(value) is TensorValue:
+                        value.count = version_of(tensor)  # ``_unsafe_view``: nobody has the argument any more
+                    else:
+                        value.pin.is_split = True
                 continue
             if tensor.is_quantized or (self._has_zeros and tensor._is_zerotensor()):
                 continue  # constants, too
@@ -330,8 +334,8 @@ class Recorder(RecorderMode):
             old = write.old
             if type(old) is Source and old.is_unguarded:
                 replayable = False  # what it wrote over may have been written by others, too
-            if write.storage.nbytes() != old.nbytes:
-                replayable = False  # an out= argument was resized: its storage is another one now
+            if write.is_resized:
+                replayable = False
             is_made = is_made or write.is_made
         if facts.is_foreign and not facts.was_watched:
             for tensor in all_tensors((args, kwargs)):  # any of them may have been written
@@ -402,7 +406,7 @@ class Recorder(RecorderMode):
         except NO_STORAGE:
             return LeafHandle(tensor.detach())
         value = self.registry.get(id(storage))
-        if type(value) is TensorValue and tensor._version != value.count:
+        if type(value) is TensorValue and (tensor._version != value.count or value.pin.session != self.session.serial):
             value = self.storages.as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
         if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its

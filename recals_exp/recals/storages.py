@@ -26,18 +26,36 @@ class Write:
 
     Attributes:
         whole: every byte, and nothing depends on the old content.
+        count: of the tensor's version counter when autograd has counted the write, too.
         is_leaf: the bytes are the program's, and stay it.
         is_made: an op that can be replayed makes the new content.
     """
 
-    __slots__ = ("is_leaf", "is_made", "old", "storage", "whole")
+    __slots__ = ("count", "is_leaf", "is_made", "old", "storage", "tensor", "whole")
 
-    def __init__(self, old: TensorValue | Source, storage: UntypedStorage, whole: bool) -> None:
+    def __init__(
+        self,
+        old: TensorValue | Source,
+        storage: UntypedStorage,
+        whole: bool,
+        tensor: Tensor | None = None,
+        count: int | None = None,
+    ) -> None:
         self.old = old
         self.storage = storage
         self.whole = whole
+        self.tensor = tensor
+        self.count = count
         self.is_leaf = isinstance(old, Source) and old.is_leaf
         self.is_made = not self.is_leaf and (whole or type(old) is TensorValue)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the op has resized its ``out=`` argument: the storage is another one now, or was not written whole."""
+        nbytes = self.old.nbytes
+        if self.storage.nbytes() != nbytes:
+            return True
+        return self.whole and self.tensor is not None and self.tensor.numel() * self.tensor.itemsize != nbytes
 
 
 class Storages:
@@ -50,14 +68,24 @@ class Storages:
         self.registry = owner.registry
 
     def as_it_is(self, value: TensorValue, tensor: Tensor, storage: UntypedStorage) -> TensorValue | Source:
-        """What the storage of ``value`` holds: something else, if it was written where no recorder saw it."""
-        count = version_of(tensor)
-        if value.count is None or count is None:
+        """What the storage of ``value`` holds: something else, if it was written where no recorder saw it.
+
+        Or if the call that made it is over: nobody has watched since what it was made from.
+        """
+        count, pin = version_of(tensor), value.pin
+        is_here = pin.session in self.owner.running
+        if pin.is_split:
+            known = is_here
+        elif value.count is None or count is None:
             value.count = count
+            known = True
+        else:
+            if value.index < 0 and count == value.count - 1:
+                value.count = count  # written below autograd, where nobody counts
+            known = count == value.count
+        if known and (pin.session == self.session.serial or self.session.follow(pin.session)):
             return value
-        if count == value.count or value.pin.is_split:
-            return value
-        if value.pin.session in self.owner.running:
+        if is_here:
             self.storage_written_outside(storage)
         else:  # an output of an earlier call, edited since: an input of this one, like any other
             self.renewed(value, storage)
@@ -120,19 +148,26 @@ class Storages:
     ) -> Sequence[Write]:
         """What an op is about to write; content that earlier ops read is saved first (rule 4).
 
-        ``unknown``: by ``id``, written tensors that no op has read.
+        ``unknown``: by ``id``, written storages that no op has read.
         """
         found: dict[int, Write] = {}
         for tensor, reads in facts.written_tensors(args, kwargs):
-            if unknown and id(tensor) in unknown:
-                continue
             try:
                 storage = tensor.untyped_storage()
             except NO_STORAGE:
                 continue
             key = id(storage)
-            whole = not reads and tensor.numel() * tensor.itemsize == storage.nbytes()
-            found[key] = Write(self.registry[key], storage, whole)
+            if unknown and key in unknown:
+                continue
+            old = self.registry.get(key)
+            if old is None:
+                continue  # quantized or nested: a constant
+            count = version_of(tensor)
+            if count is not None and facts.counts_writes:
+                count += 1
+            write = found[key] = Write(old, storage, not reads and fills(tensor, storage), tensor, count)
+            if facts.hidden_writes is not None and not write.is_leaf:
+                write.whole = False  # running statistics come from what they were, and may have to be made again
         writes = list(found.values())
         # Does anything depend on what this op reads before it writes?
         matters = facts.has_fresh_results
@@ -161,7 +196,8 @@ class Storages:
         must_keep = False
         new: TensorValue | Source
         if op is not None and write.is_made:
-            new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version)
+            new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version, write.count)
+            pin.session = self.session.serial
             if type(old) is TensorValue:
                 new.guard, new.guard_version = old.guard, old.guard_version
         else:
@@ -180,6 +216,20 @@ class Storages:
             old.guard = None  # an alias too: the handles are the new version's, and it must not outlive them
         if must_keep and isinstance(new, Source):
             new.keep(storage, self.cache)
+
+
+def fills(tensor: Tensor, storage: UntypedStorage) -> bool:
+    """Whether the elements of ``tensor`` are all bytes of ``storage``."""
+    if tensor.numel() * tensor.itemsize != storage.nbytes():
+        return False
+    if not tensor.is_contiguous():  # elements may overlap
+        step = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size != 1:
+                if stride != step:
+                    return False
+                step *= size
+    return True
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -38,7 +38,7 @@ class Pin(weakref.ref):
     Attributes:
         key: ``id`` of the storage object.
         version: number of the storage's current version; bumped by every recorded write.
-        users: live sessions that touched the storage; session: the last of them.
+        users: live sessions that touched the storage; session: the one that made its value, of a leaf the last to touch it.
         is_split: tensors over the storage have several version counters (``unsafe_split`` and its kin give each part its own).
     """
 
@@ -83,8 +83,8 @@ class TensorValue(Value):
 
     ``guard`` is a tensor that shares the version counter of the tensors over this storage, with the count at which its
     bytes were this version's. Bytes in reach whose counter has moved are somebody else's by now. ``count`` is the count of
-    the tensors as the op made them; None until somebody reads it, if the op wrote them in place (autograd counts that
-    when the op has returned). A reader that finds another count knows of a write that was not recorded.
+    the tensors when the op had returned (None: of inference mode, which has none). A reader that finds another count knows
+    of a write that was not recorded.
     """
 
     __slots__ = ("count", "guard", "guard_version", "pin", "slot", "version")
@@ -126,9 +126,9 @@ class TensorValue(Value):
 
     def rebuilt(self, payload: Any) -> None:
         slot = None if self.slot is None else self.slot()
-        if slot is None or slot.latest is not self:
-            return
         old = self.pin
+        if slot is None or slot.latest is not self or old() is not None:
+            return
         pin = Pin(payload, forget)
         pin.key, pin.registry = id(payload), old.registry
         pin.version, pin.users, pin.session = self.version, old.users, old.session

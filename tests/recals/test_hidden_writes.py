@@ -98,6 +98,33 @@ def statistics_in_slices_of_one_buffer(call: Call) -> Any:
 
 
 @stories
+def statistics_of_another_class(call: Call) -> Any:
+    class Statistics(Tensor):
+        pass
+
+    mean, var = torch.zeros(4), torch.ones(4)
+
+    def fn(x: Tensor) -> Tensor:
+        y = F.batch_norm(x.sin(), mean.as_subclass(Statistics), var.as_subclass(Statistics), training=True)
+        return y.as_subclass(Tensor).exp().tanh()
+
+    return told(call, fn, leaf(6, 4)), mean, var
+
+
+@stories
+def statistics_made_inside(call: Call) -> Any:
+    """What they become depends on what they were."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        mean, var, filled = y.detach().mean(0), y.detach().var(0), torch.empty(4).fill_(0.5)
+        z = F.batch_norm(y, mean, var, training=True).exp() * mean
+        return F.batch_norm(z, filled, var, training=True).tanh() * filled * var
+
+    return told(call, fn, leaf(6, 4))
+
+
+@stories
 def statistics_saved_and_then_moved(call: Call) -> Any:
     """Batch norm moves them without moving their version counter: plain PyTorch reads the new ones in backward."""
     norm = nn.BatchNorm1d(4)

@@ -6,6 +6,7 @@ What plain PyTorch refuses is refused, what it allows gives its numbers (rules 2
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -200,6 +201,20 @@ def overlapping_windows(call: Call) -> Any:
 
 
 @stories
+def overlapping_windows_overwritten(call: Call) -> Any:
+    """As many elements as the memory has, but not all of it."""
+
+    def fn(x: Tensor) -> Tensor:
+        y, z = x.sin(), x.cos()
+        with torch.no_grad():
+            y.as_strided((4, 4), (1, 1)).zero_()
+            z.as_strided((4, 4), (1, 1)).copy_(torch.ones(4, 4))
+        return (y * x).exp().tanh() * y + (z * x).exp().tanh() * z
+
+    return told(call, fn, leaf(16))
+
+
+@stories
 def write_through_as_strided(call: Call) -> Any:
     def fn(x: Tensor) -> Tensor:
         y = x.sin()
@@ -269,6 +284,22 @@ def out_that_is_resized_with_a_warning(call: Call) -> Any:
         return (w * y).sin() * y
 
     return told(call, fn, leaf(8, 8))
+
+
+@stories
+def out_that_shrinks(call: Call) -> Any:
+    """The memory stays as large, and is not overwritten to its end."""
+    a, b = torch.randn(4), torch.randn(4)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = x.sin()
+            rest = y[4:]
+            torch.mul(a, b, out=y)
+        return (rest * x[4:]).exp().tanh() * rest + (y * x[:4]).exp()
+
+    return told(call, fn, leaf(8))
 
 
 @stories

@@ -440,6 +440,47 @@ def test_input_and_output_die_before_backward() -> None:
         assert watched() is None
 
 
+def test_a_dead_storage_is_forgotten_though_its_value_was_rebuilt() -> None:
+    x, weight = leaf(8, 8), leaf(8, 8)
+    recals = recals_with_rngs(0, policy="fifo", audit="off")
+    recals.refuses = False
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.sin()
+        return y, y * weight, (y + 1).cos()
+
+    y, product, cosine = recals(fn, x)
+    key = id(y.untyped_storage())
+    y.detach().add_(1)
+    torch.autograd.grad(cosine.sum(), x, retain_graph=True)
+    assert recals.stats.recomputed_values > 0
+    del y
+    assert key not in recals.registry
+    del product
+
+
+def test_calls_that_read_each_other_go_with_their_graphs() -> None:
+    recals = recals_with_rngs(0, policy="fifo", audit="off")
+    recals.refuses = False
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def inner(x: Tensor) -> Tensor:
+        return second(x.sin()).exp()
+
+    def outer(x: Tensor) -> Tensor:
+        return recals(inner, recals(inner, first(x).tanh()) * 2).cos()
+
+    with collector_off():
+        for _ in range(3):
+            out = recals(outer, torch.randn(8, 8))
+            last = recals(inner, out.detach())
+            del out
+            last.sum().backward()
+            del last
+            assert not recals.sessions
+            assert not recals.registry
+
+
 def test_the_object_may_go_before_backward() -> None:
     x = leaf(ROWS, WIDTH)
     expected = grads(deep(deep(x)), x)

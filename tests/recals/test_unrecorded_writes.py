@@ -63,6 +63,100 @@ def carried_state_edited_and_saved(call: Call) -> Any:
 
 
 @stories
+def carried_state_edited_as_the_last_op_wrote_it(call: Call) -> Any:
+    cell, state, loss = nn.Linear(8, 8), torch.zeros(8, 8), torch.zeros(())
+
+    def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = (cell(x) + state).sin()
+        return hidden.exp().tanh(), hidden.detach().clone().mul_(0.5)
+
+    for _ in range(3):
+        out, state = call(step, torch.randn(8, 8), state)
+        state *= 0.5
+        loss = loss + out.sum()
+    return grads(loss, *cell.parameters())
+
+
+@stories
+def carried_matrix_product_edited(call: Call) -> Any:
+    """A product of three dimensions is a view by ``_unsafe_view``, with a counter of its own."""
+    weight, state, loss = leaf(8, 8), torch.randn(2, 4, 8), torch.zeros(())
+
+    def step(x: Tensor, state: Tensor) -> Tensor:
+        return (x * state).sin().exp() @ weight
+
+    for _ in range(3):
+        out = call(step, torch.randn(2, 4, 8), state)
+        state = out.detach()
+        state *= 0.5
+        loss = loss + out.sum()
+    return grads(loss, weight)
+
+
+@stories
+def carried_part_edited(call: Call) -> Any:
+    weight = leaf(8, 8)
+
+    def first(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.unsafe_chunk((x @ weight).sin().exp(), 2)
+        return a.tanh(), b
+
+    out, part = call(first, torch.randn(8, 8))
+    part = part.detach()
+    part *= 0.5
+    second = call(lambda part: (part.sin() @ weight).tanh(), part)
+    del part
+    return grads([out, second], weight)
+
+
+def _made_in_an_earlier_call(call: Call, source: nn.Module, move: Callable[[Tensor], Tensor]) -> Any:
+    """The graph of the call that made an input is gone when what the input was made from moves, inside a third call."""
+    first, second = leaf(8, 8), leaf(8, 8)
+    hidden = call(lambda x: source(x.sin() @ first).exp(), torch.randn(8, 8))
+    loss, detached = hidden.sum(), hidden.detach()
+    del hidden
+    out = call(lambda h: (h @ second).tanh().exp(), detached)
+    del detached
+    seen = grads(loss, first)
+    del loss
+    other = call(move, torch.randn(8, 8))
+    return seen, grads(out, second), other.detach(), *source.buffers()
+
+
+@stories
+def source_of_an_earlier_call_moves(call: Call) -> Any:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    source = Shift()
+    weight = leaf(8, 8)
+
+    def move(x: Tensor) -> Tensor:
+        source.shift.add_(1.0)
+        return ((x @ weight) * source.shift.clone()).tanh()
+
+    return _made_in_an_earlier_call(call, source, move)
+
+
+@stories
+def statistics_of_an_earlier_call_move(call: Call) -> Any:
+    norm = nn.BatchNorm1d(8).eval()
+    norm.running_var.uniform_(0.5, 2.0)
+    weight = leaf(8, 8)
+
+    def move(x: Tensor) -> Tensor:
+        norm.train()
+        return norm(x @ weight).tanh()
+
+    return _made_in_an_earlier_call(call, norm, move)
+
+
+@stories
 def weights_stepped_while_an_older_graph_lives(call: Call) -> Any:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -135,6 +229,25 @@ def another_thread_writes(call: Call) -> Any:
 
     def fn(x: Tensor) -> Tensor:
         hidden = layer(x) * 1.0
+
+        def work() -> None:
+            with torch.no_grad():
+                hidden.mul_(2.0)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return hidden.sin().tanh().exp()
+
+    return grads(call(fn, torch.randn(8, 8)), *layer.parameters())
+
+
+@stories
+def another_thread_writes_after_a_write(call: Call) -> Any:
+    layer = nn.Linear(8, 8)
+
+    def fn(x: Tensor) -> Tensor:
+        hidden = layer(x).mul_(1.5)
 
         def work() -> None:
             with torch.no_grad():

@@ -43,6 +43,22 @@ def quantized_in_the_middle(call: Call) -> Any:
 
 
 @stories
+def quantized_and_written(call: Call) -> Any:
+    weight = leaf(8, 8)
+
+    def fn(x: Tensor) -> Tensor:
+        y = (x @ weight).tanh()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantized = torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8)
+            target = quantized.clone()
+            target.copy_(torch.quantize_per_tensor(y.detach() * 2, 0.1, 0, torch.qint8))
+        return (y * target.dequantize()).tanh().exp()
+
+    return grads(call(fn, torch.randn(8, 8)), weight)
+
+
+@stories
 def forward_mode_inside(call: Call) -> Any:
     """Its formulas make tensors of zeros that have no memory."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
