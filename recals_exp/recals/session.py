@@ -23,7 +23,7 @@ class Reach:
     def __init__(self, owner: Recals) -> None:
         self.owner = owner
         self.pins: list[Pin] = []
-        self.earlier: list[Reach] = []  # of calls that had returned when this one read what they made
+        self.earlier: list[Reach] = []  # of calls that had returned when this one read what they made, or that wrote into it
 
     def __del__(self) -> None:
         owner = self.owner
@@ -85,6 +85,15 @@ class Session:
                 self.followed[serial] = _ALL
             self.reach.earlier.extend(each for each in earlier if each not in self.reach.earlier)
         return True
+
+    def write_to(self, pin: Pin) -> None:
+        """This call makes a new value of a storage of another one, which goes on knowing it if it is still running."""
+        with self.owner.cache.lock:
+            reach = self.owner.sessions.get(pin.session) if pin.session in self.owner.running else None
+            if reach is None:
+                pin.session = self.serial
+            elif self.reach not in reach.earlier:
+                reach.earlier.append(self.reach)
 
     def __del__(self) -> None:
         owner = self.owner

@@ -197,7 +197,8 @@ class Storages:
         new: TensorValue | Source
         if op is not None and write.is_made:
             new = TensorValue(op, -position - 1, storage.nbytes(), pin, pin.version, write.count)
-            pin.session = self.session.serial
+            if pin.session != self.session.serial:
+                self.session.write_to(pin)
             if type(old) is TensorValue:
                 new.guard, new.guard_version = old.guard, old.guard_version
         else:

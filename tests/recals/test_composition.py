@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from recals_exp.recals import recals_with_rngs
+from recals_exp.recals import Recals, recals_with_rngs
 
 stories = Stories()
 
@@ -491,3 +491,22 @@ def scripted_and_traced_parts(call: Call) -> Any:
 @stories.each()
 def test_composition(case: Case, policy: str, budget: str) -> None:
     check(case, policy, budget)
+
+
+def test_what_an_inner_call_wrote_is_cache_of_the_outer_one() -> None:
+    def cached(inner: Call, recals: Recals) -> int:
+        weight, shift = leaf(8, 8), torch.ones(8)
+
+        def outer(x: Tensor) -> Tensor:
+            hidden = (x @ weight).sin().clone()
+            inner(lambda hidden: hidden.add_(shift), hidden)  # saves nothing
+            return ((hidden * weight).exp() * hidden).tanh()
+
+        out = recals(outer, torch.randn(8, 8))
+        held = recals.stats.cached_bytes
+        del out
+        assert not recals.sessions
+        return held
+
+    recals = recals_with_rngs(None, policy="fifo")
+    assert cached(recals, recals) == cached(lambda fn, *args: fn(*args), recals) > 0

@@ -468,7 +468,9 @@ def test_calls_that_read_each_other_go_with_their_graphs() -> None:
         return second(x.sin()).exp()
 
     def outer(x: Tensor) -> Tensor:
-        return recals(inner, recals(inner, first(x).tanh()) * 2).cos()
+        hidden = recals(inner, first(x).tanh()) * 2
+        recals(lambda hidden: hidden.mul_(2), hidden)
+        return recals(inner, hidden).cos()
 
     with collector_off():
         for _ in range(3):
