@@ -125,6 +125,7 @@ class OpFacts:
     is_allocation: bool
     is_zeros: bool  # makes a tensor without memory
     overwrites: bool  # the written argument's old content is not read
+    overwrites_in_training: bool  # and elsewhere leaves the argument alone
     is_foreign: bool  # not PyTorch's own: believed only after an audit
     is_replayable: bool
     has_fresh_results: bool  # some result is neither a view of an argument nor the written argument itself
@@ -147,7 +148,7 @@ class OpFacts:
 
     def written_tensors(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
         """The tensors this call writes, declared or hidden, each with whether anything depends on its old content."""
-        reads = not self.overwrites
+        reads = not self.overwrites or (self.overwrites_in_training and not _arg(args, kwargs, 4, "training"))
         if self.only_write is not None and not self.learned_writes and len(args) > self.only_write:
             return [(args[self.only_write], reads)]
         found: list[tuple[torch.Tensor, bool]] = []
@@ -216,6 +217,7 @@ def learn(func: Any) -> OpFacts:
         is_allocation=namespace == "aten" and base in _ALLOCATIONS,
         is_zeros=base == "_efficientzerotensor",
         overwrites=base in _OVERWRITES,
+        overwrites_in_training=base == "rrelu_with_noise",
         is_foreign=namespace not in _NATIVE_NAMESPACES,
         has_fresh_results=any(r.alias_info is None for r in returns),
         is_simple=False,

@@ -23,7 +23,9 @@ class Reach:
     def __init__(self, owner: Recals) -> None:
         self.owner = owner
         self.pins: list[Pin] = []
-        self.earlier: list[Reach] = []  # of calls that had returned when this one read what they made, or that wrote into it
+        self.earlier: list[
+            Reach
+        ] = []  # of calls that made what this one read, and had returned, or that wrote its values
 
     def __del__(self) -> None:
         owner = self.owner

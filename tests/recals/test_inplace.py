@@ -128,6 +128,16 @@ def written_by_the_op_that_saves_it(call: Call) -> Any:
 
 
 @stories
+def noise_that_is_not_written_in_evaluation(call: Call) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        noise = x.detach().cos()
+        y = torch.ops.aten.rrelu_with_noise(x.sin(), noise, 0.1, 0.3, False)
+        return (y * noise).exp().tanh()
+
+    return told(call, fn, leaf(4, 4))
+
+
+@stories
 def slices_of_zeros(call: Call) -> Any:
     def fn(x: Tensor) -> Tensor:
         both = torch.zeros(8, 16)
