@@ -23,9 +23,8 @@ class Reach:
     def __init__(self, owner: Recals) -> None:
         self.owner = owner
         self.pins: list[Pin] = []
-        self.earlier: list[
-            Reach
-        ] = []  # of calls that made what this one read, and had returned, or that wrote its values
+        # Of calls that made what this one read and had returned, and of those that wrote values of this one.
+        self.earlier: list[Reach] = []
 
     def __del__(self) -> None:
         owner = self.owner
