@@ -132,6 +132,7 @@ class OpFacts:
     is_simple: bool  # nothing to see to but its inputs and results: the recorder's fast path
     picks_kernels: bool  # may compute by another kernel, to other bits, where a backend's setting differs
     is_only_write: bool  # writes its first argument in place, and that is all there is to it
+    makes_constants: bool  # may make nested or quantized tensors of others
     is_factory: bool  # takes a device
     takes_dtype: bool
     has_flops: bool  # torch has a FLOP formula for it
@@ -223,6 +224,7 @@ def learn(func: Any) -> OpFacts:
         is_simple=False,
         picks_kernels=torch.Tag.pointwise not in func.tags or base in _POINTWISE_BY_CHOICE,
         is_only_write=False,
+        makes_constants=namespace not in ("aten", "prims", "prim") or "nested" in base or "quantize" in base,
         is_factory=any(arg.name == "device" for arg in schema.arguments),
         takes_dtype=any(arg.name == "dtype" for arg in schema.arguments),
         unspecified=_UNSPECIFIED.get(base, frozenset()),

@@ -110,7 +110,7 @@ class TensorOp(Op):
         self.kwargs = kwargs
         self.ambient = ambient
         self.grad_mode = grad_mode
-        self.outs: list[tuple[torch.Size, torch.dtype]] = []  # of the results, for the cost model
+        self.outs: Sequence[tuple[torch.Size, torch.dtype]] = ()  # of the results, for the cost model
 
     def full_cost(self) -> OpCost:
         """FLOPs, bytes moved and seconds on the nominal machine; no clock is read."""

@@ -60,6 +60,7 @@ class Recorder(RecorderMode):
         self.storages = Storages(owner, session)
         self.facts = owner.facts
         self._note_settings()
+        self._has_constant = False  # the op that is being recorded has an argument that is kept whole
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
         self._is_complex = False  # the op that is being recorded has a complex argument
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
@@ -99,9 +100,6 @@ class Recorder(RecorderMode):
         registry, serial = self.registry, self.session.serial
         for arg in args:
             kind = type(arg)
-            if kind in _NO_TENSORS:
-                recorded.append(arg)
-                continue
             if kind is Tensor or kind is Parameter:  # ``_argument`` in line, for the commonest cases
                 try:
                     value = registry[id(arg.untyped_storage())]
@@ -118,6 +116,9 @@ class Recorder(RecorderMode):
                         continue
                 except (KeyError, *NO_STORAGE):
                     pass
+            elif kind in _NO_TENSORS:
+                recorded.append(arg)
+                continue
             recorded.append(self._argument(arg, inputs))
         recorded_kwargs = {name: self._argument(arg, inputs) for name, arg in kwargs.items()} if kwargs else _NO_KWARGS
         if not facts.is_simple or self._blanks or self._is_complex:
@@ -171,11 +172,13 @@ class Recorder(RecorderMode):
             try:
                 storage = arg.untyped_storage()
             except NO_STORAGE:
+                self._has_constant = True
                 return Constant(share_version(arg))
             if self._overwritten and (blank := self._overwritten.get(id(storage))) is not None:
                 inputs[blank] = None
                 return Ref(blank, arg)
             if arg.is_nested or arg.is_quantized or (self._has_zeros and arg._is_zerotensor()):
+                self._has_constant = True
                 return Constant(share_version(arg))
             value = self.registry.get(id(storage))
             if value is None:
@@ -232,13 +235,15 @@ class Recorder(RecorderMode):
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
         registry, session = self.registry, self.session
+        is_odd = self._has_constant or self._has_zeros or op.facts.makes_constants
+        self._has_constant = False
         for index, tensor in enumerate(outs):
             try:
                 storage = tensor.untyped_storage()
             except NO_STORAGE:
                 continue  # sparse and the like: recorded as a constant where it is used
             key = id(storage)
-            if tensor.is_nested:
+            if is_odd and tensor.is_nested:
                 continue
             if key in registry:  # a view of an argument, or the written argument itself
                 if not op.facts.writes:
@@ -248,7 +253,7 @@ class Recorder(RecorderMode):
                     else:
                         value.pin.is_split = True
                 continue
-            if tensor.is_quantized or (self._has_zeros and tensor._is_zerotensor()):
+            if is_odd and (tensor.is_quantized or (self._has_zeros and tensor._is_zerotensor())):
                 continue  # constants, too
             pin = Pin(storage, forget)
             pin.key = key
@@ -263,7 +268,7 @@ class Recorder(RecorderMode):
             except RuntimeError:
                 count = None
             registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, count)
-            op.outs.append((tensor.shape, tensor.dtype))
+            op.outs = (*op.outs, (tensor.shape, tensor.dtype))
             made = True
         if made:
             if op.seq == _UNPLACED:
@@ -408,7 +413,11 @@ class Recorder(RecorderMode):
         value = self.registry.get(id(storage))
         if type(value) is TensorValue and (tensor._version != value.count or value.pin.session != self.session.serial):
             value = self.storages.as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
-        if value is None or tensor.is_nested or value.nbytes == 0 or (type(value) is Source and value.is_leaf):
+        if (
+            value is None
+            or value.nbytes == 0
+            or (type(value) is not TensorValue and (tensor.is_nested or (type(value) is Source and value.is_leaf)))
+        ):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
             # ``.data`` may yet be exchanged.
             return LeafHandle(tensor if tensor.grad_fn is None else tensor.detach())
