@@ -21,6 +21,7 @@ from predicted_against_measured import plans_of
 from recals_exp.predict import CLOSE_ENOUGH, fit_limit
 from recals_exp.recals import StepPlan
 
+FLAT = 0.01  # of the peak: what moves it less is not worth a target
 SHARES = (0.25, 0.5, 0.75)
 
 
@@ -46,6 +47,9 @@ def compare(name: str, effort: float) -> list[str]:
 
     total, smallest = profile.cache_total_bytes, min(profile.smallest_limit_bytes, profile.cache_total_bytes)
     least, most = measure(max(smallest, total // 20)), measure(total)
+    if most - least < FLAT * most:
+        print(f"| {name} | - | {most / MIB:.1f} | - | - | {len(peaks)} |  (no limit moves its peak)", flush=True)
+        return faults
     for share in SHARES:
         target = round(least + share * (most - least))
         before = len(peaks)
