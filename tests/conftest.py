@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -12,6 +13,10 @@ import pytest
 import torch
 
 SEED = 1234
+
+# What a shell starts in the background ignores Ctrl-C, and so would the tests' own programs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # they share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))

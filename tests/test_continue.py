@@ -166,7 +166,10 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
         config_of(dtype="int8")
 
 
-def test_deterministic_algorithms_are_on_for_the_job_only() -> None:
+@pytest.mark.parametrize("allowed", [True, False])
+def test_deterministic_algorithms_are_on_for_the_job_only(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = torch.backends.flags_frozen.__globals__  # what ``torch.backends.disable_global_flags()`` changes for good
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", allowed)
     with deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()

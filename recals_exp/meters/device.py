@@ -91,15 +91,21 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark = torch._C._get_cudnn_benchmark()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    torch._C._set_cudnn_benchmark(
+        False
+    )  # ``torch.backends.cudnn`` refuses after ``torch.backends.disable_global_flags()``
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch._C._set_cudnn_benchmark(benchmark)
 
 
 @contextmanager
