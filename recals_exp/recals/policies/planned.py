@@ -103,6 +103,7 @@ class Planned(StepPolicy):
         self._step: Step | None = None
         self._hold: frozenset[Value] = frozenset()
         self._trace: Trace | None = None
+        self._has_dropped = False  # in the present step
         self.steps_followed = 0
         self.steps_departed = 0
         self._given = tuple(plans)
@@ -117,6 +118,7 @@ class Planned(StepPolicy):
                 del self._kinds[next(iter(self._kinds))]
             kind = self._kinds[key] = _Kind()
         self._kind = kind
+        self._has_dropped = False
         self._first_seq = first_seq
         self._route = kind.route
         kind.seen += 1
@@ -147,7 +149,7 @@ class Planned(StepPolicy):
             if known is not None and known.plan.limit_bytes <= room:
                 kind.route = Route(known)
                 return
-        if record is None or not record.backward_events or room < 0 or record.cache_total_bytes <= room:
+        if record is None or not record.backward_events or room < 0 or not self._has_dropped:
             kind.is_plannable = False
             return
         kind.is_planning = True
@@ -311,6 +313,7 @@ class Planned(StepPolicy):
             self._fallback.used(cache, value)
 
     def dropped(self, cache: Cache, value: Value) -> None:
+        self._has_dropped = True
         if self._route is None:
             self._fallback.dropped(cache, value)
 
