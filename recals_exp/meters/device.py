@@ -91,16 +91,13 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch._C._get_cudnn_benchmark()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True)
-    torch._C._set_cudnn_benchmark(
-        False
-    )  # ``torch.backends.cudnn`` refuses after ``torch.backends.disable_global_flags()``
+    # The C setter: ``torch.backends.cudnn`` refuses after ``torch.backends.disable_global_flags()``.
+    torch._C._set_cudnn_benchmark(False)
     try:
         yield
     finally:

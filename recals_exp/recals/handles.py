@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .ambient import PLAIN_KEYS, never_compiled
+from .ambient import PLAIN_KEYS, never_compiled, share_version
 from .ops import Ref
 from .tape import Slot
 
@@ -89,11 +89,10 @@ class Handle:
             if self.alias._version != self.version:
                 raise self._modified()
             storage = self.cache.fetch(self.slot.latest)
-            alias, geometry = self.alias, self.geometry
+            tensor, geometry = share_version(self.alias), self.geometry
+            if geometry is None:
+                return tensor
             with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
-                tensor = alias.detach()
-                if geometry is None:
-                    return tensor
                 whole = torch.empty(0, dtype=geometry.dtype, device=storage.device)
                 whole.set_(storage, geometry.offset, geometry.size, geometry.stride)
                 tensor.data = whole

@@ -29,7 +29,7 @@ from .ops import Constant, PeculiarOp, Ref, TensorOp, refs_of
 from .replay import flat_tensors
 from .session import Session
 from .storages import NO_STORAGE, Storages, Write, fills, version_of, without_content
-from .tape import Pin, Registry, Slot, Source, TensorValue, forget
+from .tape import Registry, Slot, Source, TensorValue
 
 if TYPE_CHECKING:
     from .recals import Recals
@@ -255,19 +255,11 @@ class Recorder(RecorderMode):
                 continue
             if is_odd and (tensor.is_quantized or (self._has_zeros and tensor._is_zerotensor())):
                 continue  # constants, too
-            pin = Pin(storage, forget)
-            pin.key = key
-            pin.registry = registry
-            pin.is_split = False
-            pin.version = 0
-            pin.users = 1
-            pin.session = session.serial
-            session.pins.append(pin)
             try:  # ``version_of`` in line
                 count = tensor._version
             except RuntimeError:
                 count = None
-            registry[key] = TensorValue(op, index, storage.nbytes(), pin, 0, count)
+            registry[key] = TensorValue(op, index, storage.nbytes(), session.pin(storage, key), 0, count)
             op.outs = (*op.outs, (tensor.shape, tensor.dtype))
             made = True
         if made:
@@ -303,8 +295,7 @@ class Recorder(RecorderMode):
         written: list[Value] = []
         if facts.may_write:
             writes = self.storages.before_writes(facts, args, kwargs, recorded, recorded_kwargs, self._overwritten)
-            any_whole = any(write.whole for write in writes)
-            refs = refs_of(recorded, recorded_kwargs) if any_whole else ()
+            refs = refs_of(recorded, recorded_kwargs) if any(write.whole for write in writes) else ()
             for write in writes:
                 written.append(without_content(write, inputs, refs) if write.whole else write.old)
             if self._overwritten:
@@ -347,12 +338,9 @@ class Recorder(RecorderMode):
                 self.storages.written_outside(tensor)
         if not replayable:
             self.storages.opaque(out, unguarded)
+        # Nor is anything left to replay where all that was made are leaves' new bytes, which are the program's own.
+        if not replayable or (writes and not is_made and not facts.has_fresh_results and not facts.is_foreign):
             for position, write in enumerate(writes):
-                self.storages.after_write(write, position, None)
-            self.settle()
-            return out
-        if not is_made and not facts.has_fresh_results and not facts.is_foreign and writes:
-            for position, write in enumerate(writes):  # leaves: the program's own bytes
                 self.storages.after_write(write, position, None)
             self.settle()
             return out

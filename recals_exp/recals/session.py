@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from torch import UntypedStorage
+
 from .ambient import Ambient
 from .tape import Pin, forget
 
@@ -59,6 +61,18 @@ class Session:
         self.followed: dict[int, int] = {}
         self.largest_bytes = 0
         self.largest_layer = ""
+
+    def pin(self, storage: UntypedStorage, key: int) -> Pin:
+        """Know a storage that no call knows yet; ``key`` is its ``id``."""
+        pin = Pin(storage, forget)
+        pin.key = key
+        pin.registry = self.owner.registry
+        pin.is_split = False
+        pin.version = 0
+        pin.users = 1
+        pin.session = self.serial
+        self.pins.append(pin)
+        return pin
 
     def touch(self, pin: Pin) -> None:
         """Know a storage that another call knows."""

@@ -13,7 +13,7 @@ from .graph import Value
 from .ops import Ref, TensorOp, refs_of
 from .replay import flat_tensors
 from .session import Session
-from .tape import Pin, Source, TensorValue, forget
+from .tape import Source, TensorValue
 
 if TYPE_CHECKING:
     from .recals import Recals
@@ -114,16 +114,8 @@ class Storages:
 
     def new_source(self, storage: UntypedStorage, is_leaf: bool) -> Source:
         """A storage that no recorded op made."""
-        session, registry = self.session, self.registry
-        pin = Pin(storage, forget)
-        pin.key = key = id(storage)
-        pin.registry = registry
-        pin.is_split = False
-        pin.version = 0
-        pin.users = 1
-        pin.session = session.serial
-        session.pins.append(pin)
-        source = registry[key] = Source(storage, pin, is_leaf)
+        key = id(storage)
+        source = self.registry[key] = Source(storage, self.session.pin(storage, key), is_leaf)
         return source
 
     def opaque(self, out: Any, is_unguarded: bool = False) -> Any:

@@ -223,6 +223,16 @@ def output_edited_and_given_back(call: Call) -> Any:
 # -- inside a call -------------------------------------------------------------------------------------------------------
 
 
+def doubled_by_another_thread(tensor: Tensor) -> None:
+    def work() -> None:
+        with torch.no_grad():
+            tensor.mul_(2.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 @stories
 def another_thread_writes(call: Call) -> Any:
     layer = nn.Linear(8, 8)
@@ -230,13 +240,7 @@ def another_thread_writes(call: Call) -> Any:
     def fn(x: Tensor) -> Tensor:
         hidden = layer(x) * 1.0
 
-        def work() -> None:
-            with torch.no_grad():
-                hidden.mul_(2.0)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        doubled_by_another_thread(hidden)
         return hidden.sin().tanh().exp()
 
     return grads(call(fn, torch.randn(8, 8)), *layer.parameters())
@@ -249,13 +253,7 @@ def another_thread_writes_after_a_write(call: Call) -> Any:
     def fn(x: Tensor) -> Tensor:
         hidden = layer(x).mul_(1.5)
 
-        def work() -> None:
-            with torch.no_grad():
-                hidden.mul_(2.0)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        doubled_by_another_thread(hidden)
         return hidden.sin().tanh().exp()
 
     return grads(call(fn, torch.randn(8, 8)), *layer.parameters())

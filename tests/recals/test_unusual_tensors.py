@@ -28,16 +28,19 @@ def _warned_once() -> None:
         nn.Sequential(nn.Linear(2, 2), nn.Tanh())(forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2)))
 
 
+def quantized(y: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8)
+
+
 @stories
 def quantized_in_the_middle(call: Call) -> Any:
     weight = leaf(8, 8)
 
     def fn(x: Tensor) -> Tensor:
         y = (x @ weight).tanh()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            quantized = torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8)
-        return (y * quantized.dequantize()).tanh().exp()
+        return (y * quantized(y).dequantize()).tanh().exp()
 
     return grads(call(fn, torch.randn(8, 8)), weight)
 
@@ -48,11 +51,8 @@ def quantized_and_written(call: Call) -> Any:
 
     def fn(x: Tensor) -> Tensor:
         y = (x @ weight).tanh()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            quantized = torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8)
-            target = quantized.clone()
-            target.copy_(torch.quantize_per_tensor(y.detach() * 2, 0.1, 0, torch.qint8))
+        target = quantized(y).clone()
+        target.copy_(quantized(y * 2))
         return (y * target.dequantize()).tanh().exp()
 
     return grads(call(fn, torch.randn(8, 8)), weight)
