@@ -153,14 +153,33 @@ def register_experiment(path: Path, is_chosen: bool = True) -> str:
         raise ConfigError(f"experiment={path} is not valid YAML: {error}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"experiment={path} must hold KEY: VALUE lines, not a {type(node).__name__}")
+    node = _with_choices(node)
     experiment_files[path.stem] = path
     points = node.pop("points", None)
     if points is not None and is_chosen:
         _register_points(path, points)
         OmegaConf.update(node, "hydra.mode", "MULTIRUN", force_add=True)
         OmegaConf.update(node, "hydra.sweeper.params.point", ",".join(map(str, points)), force_add=True)
+    elif is_chosen and OmegaConf.select(node, "hydra.sweeper.params") and OmegaConf.select(node, "hydra.mode") is None:
+        OmegaConf.update(
+            node, "hydra.mode", "MULTIRUN", force_add=True
+        )  # else the lists would be ignored without a word
     ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
     return path.stem
+
+
+def _with_choices(node: DictConfig) -> DictConfig:
+    """KEY: VALUE lines as a command says them: ``model: gpt`` chooses, ``model.depth: 6`` is a key of what was chosen."""
+    lines = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(lines, dict)
+    groups = (*GROUPS, "preset")
+    made = OmegaConf.create({"defaults": lines.pop("defaults", [])})
+    for key, value in lines.items():
+        if key in groups and isinstance(value, str):
+            made.defaults.append({f"override /{key}": value})
+        else:
+            OmegaConf.update(made, str(key), value, merge=True, force_add=True)
+    return made
 
 
 def _register_points(path: Path, points: Any) -> None:
@@ -319,6 +338,8 @@ def explain(error: BaseException) -> str:
 
 def unknown_key(key: str) -> str:
     """The message for a key that does not exist."""
+    if key == "points":
+        return "points are read from an experiment's file that is given by its path: experiment=FOLDER/NAME.yaml"
     return f"there is no key {key!r}{_did_you_mean(key, list(KEYS))}; the keys are {', '.join(KEYS)}, experiment and preset"
 
 

@@ -87,7 +87,11 @@ class Limits:
         if limit_bytes is None:
             return Forecast(strategy, predicted_pct=0.0, bound_pct=0.0)
         with amid_training(step, batch, self.config.seed) as state:
-            record = self.profile(step, state, batch).record
+            profile = self.profile(step, state, batch)
+        record = profile.record
+        if limit_bytes < profile.smallest_limit_bytes:
+            log.info("no prediction: the smallest limit that works is %d bytes", profile.smallest_limit_bytes)
+            return Forecast(strategy)
         planning_s = None
         if strategy.policy == "planned":
             started = time.perf_counter()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from recals_exp.figures import COLORS, GREY, MIB
 from recals_exp.pareto import front, measured, time_ratio
@@ -18,6 +21,7 @@ def pareto_figure(results: Sequence[RunResult], labels: Mapping[str, str], about
     figure = Figure(figsize=(9.5, 5.8), dpi=120, layout="constrained")
     axes = figure.subplots()
     points = measured(results)
+    texts: list[Annotation] = []
     kinds = list(dict.fromkeys((result.strategy, result.policy) for result in points))
     for index, kind in enumerate(kinds):
         color = COLORS[index % len(COLORS)]
@@ -37,8 +41,10 @@ def pareto_figure(results: Sequence[RunResult], labels: Mapping[str, str], about
                 markerfacecolor="none" if result.gradients_identical is False else color,
                 label=" ".join(part for part in kind if part != "none") or "none" if result is of_kind[0] else None,
             )
-            axes.annotate(
-                labels[result.job], (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=color
+            texts.append(
+                axes.annotate(
+                    labels[result.job], (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=color
+                )
             )
     plain = [result.peak_memory_plain_bytes for result in points if result.peak_memory_plain_bytes]
     corners = [((result.peak_memory_bytes or 0) / MIB, time_ratio(result)) for result in front(points)]
@@ -65,4 +71,22 @@ def pareto_figure(results: Sequence[RunResult], labels: Mapping[str, str], about
         axes.legend(frameon=False, fontsize=8)
     else:
         axes.text(0.5, 0.5, "no finished job", transform=axes.transAxes, ha="center", color=GREY)
+    _spread(figure, texts)
     return figure
+
+
+def _spread(figure: Figure, texts: Sequence[Annotation]) -> None:
+    """Raise the names that would stand on one another, each just above those that it hits."""
+    if not texts:
+        return
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    placed: list[Bbox] = []
+    for text in sorted(texts, key=lambda text: float(text.xy[1])):
+        box = text.get_window_extent(renderer)
+        for other in sorted(placed, key=lambda other: other.y0):
+            if box.overlaps(other):
+                box = box.translated(0, other.y1 + 1 - box.y0)
+        placed.append(box)
+        raised = 72 / figure.dpi * (box.y0 - text.get_window_extent(renderer).y0)
+        text.xyann = (5, 4 + raised)

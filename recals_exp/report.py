@@ -197,7 +197,8 @@ def _cell(result: RunResult, column: str) -> Text:
         low, high = result.time_overhead_low_pct, result.time_overhead_high_pct
         return Text(f"{value:.1f}" if low is None or high is None else f"{value:.1f} [{low:.1f}, {high:.1f}]")
     if column.endswith("_bytes"):
-        return Text(f"{value / 1024**2:.1f} MiB")
+        mib = value / 1024**2  # small ones with their digits: 50 KiB are no "0.0 MiB"
+        return Text(f"{mib:.1f} MiB" if mib >= 1 or not mib else f"{mib:.3g} MiB")
     if column == "samples_per_s":
         return Text(f"{value:.1f}")
     if column == "speed_vs_plain":

@@ -161,3 +161,16 @@ def test_an_experiment_elsewhere_has_its_own_points(tmp_path: Path) -> None:
     mine.write_text("points:\n  half: strategy\n")
     with pytest.raises(ConfigError, match=r"points\.half holds 'strategy', which is not KEY=VALUE"):
         prepare_arguments(overrides)
+
+
+@pytest.mark.usefixtures("config_store")
+def test_a_file_of_plain_lines_says_what_a_command_says(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model: mlp_chain\nmodel.depth: 6\npolicy: fifo\nhydra.sweeper.params:\n  budget: 0.5,0.75\n")
+    made = made_of(f"experiment={mine}")
+    assert (made.model.name, made.model.kwargs["depth"], made.policy) == ("mlp_chain", 6, "fifo")
+    with initialize_config_dir(str(config.conf_dir()), version_base="1.3"):
+        whole = compose("config", prepare_arguments([f"experiment={mine}"]), return_hydra_config=True)
+    assert str(whole.hydra.mode).endswith("MULTIRUN")
+    assert whole.hydra.sweeper.params.budget == "0.5,0.75"
+    assert "given by its path" in config.unknown_key("points")

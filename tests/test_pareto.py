@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from sample_results import MIB, failed, finished, save_sweep
 
 from recals_exp import report
 from recals_exp.answers import answer
 from recals_exp.cautions import cautions
 from recals_exp.pareto import fastest_within, front, labels
+from recals_exp.pareto_figure import pareto_figure
 from recals_exp.records import BaselineRecord, RunResult
 
 
@@ -102,3 +105,14 @@ def test_a_report_of_several_strategies_has_the_picture_and_the_sentence(tmp_pat
 def test_one_strategy_and_policy_has_no_such_picture(tmp_path: Path) -> None:
     save_sweep(tmp_path, [finished(0.25), finished(0.5)])
     assert "pareto" not in report.write_report([tmp_path]).figures_png
+
+
+def test_names_of_points_do_not_overlap() -> None:
+    close = [point(f"strategy{index}", 90 + index % 2, 1.5 + 0.01 * index) for index in range(8)]
+    figure = pareto_figure(close, labels(close), "")
+    figure.draw_without_rendering()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent(renderer) for text in axes.texts]
+    assert len(boxes) == 8
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))

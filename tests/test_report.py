@@ -214,3 +214,7 @@ def test_stages_of_pipelines_stand_in_the_table_the_csv_and_the_page(tmp_path: P
     assert 'id="stages-table"' in page
     assert "stages" not in report.format_table([whole])
     assert "bubble" not in report.format_table([whole])
+
+
+def test_small_sizes_keep_their_digits() -> None:
+    assert "0.0488 MiB" in report.format_table([finished(0.5, cache_peak_bytes=51200)])

@@ -153,6 +153,7 @@ def test_an_impossible_limit_is_a_failed_record_with_the_reason(results: dict[st
     assert "unit" in result.error
     assert result.wall_s is not None
     assert result.model == "mlp_chain"
+    assert result.predicted_overhead_pct is None  # nothing that will not run has a price
 
 
 def test_the_record_holds_the_configuration_and_the_environment(results: dict[str, RunResult]) -> None:
