@@ -153,7 +153,6 @@ def test_an_impossible_limit_is_a_failed_record_with_the_reason(results: dict[st
     assert "unit" in result.error
     assert result.wall_s is not None
     assert result.model == "mlp_chain"
-    assert result.predicted_overhead_pct is None  # nothing that will not run has a price
 
 
 def test_the_record_holds_the_configuration_and_the_environment(results: dict[str, RunResult]) -> None:
@@ -421,3 +420,13 @@ def test_a_run_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_result_is_a_frozen_record(results: dict[str, RunResult]) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         results["0.5"].status = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", ["planned", "fifo"])
+def test_a_limit_that_cannot_work_is_given_no_price(
+    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert run(config_of("100B", policy=policy), tmp_path / "job").status == records.FAILED
+    assert "no prediction: the smallest limit that works is" in caplog.text
+    assert "predicted overhead" not in caplog.text
