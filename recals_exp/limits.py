@@ -9,8 +9,8 @@ from typing import Any
 
 from recals_exp.datasets import Batch
 from recals_exp.meters.steps import StartingState, TrainStep
-from recals_exp.predict import amid_training, fit_limit, measured_peak_bytes, profile_training_step
-from recals_exp.recals import Analysis, format_bytes, recals_with_rngs
+from recals_exp.predict import Fit, amid_training, fit_limit, fit_plan, measured_peak_bytes, profile_training_step
+from recals_exp.recals import Analysis, StepPlan, format_bytes, recals_with_rngs
 from recals_exp.recals.prediction import Bounds, Profile, plan_step, predict, predicted_overhead_pct
 from recals_exp.runconfig import RunConfig
 from recals_exp.strategies import NO_BUDGET, SHARE, Strategy, make_strategy, share_of
@@ -34,6 +34,7 @@ class Limits:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._profile: Profile | None = None
+        self._for_peak: tuple[int, StepPlan] | None = None  # the limit and the plan that keep `target_peak`
 
     def choose(self, strategy: Strategy, step: TrainStep, batch: Batch, analysis: Analysis) -> float | None:
         """The limit that the budget means: bytes, or a share for a strategy that takes one."""
@@ -52,22 +53,40 @@ class Limits:
                 knee = predict(profile, policies=[strategy.policy]).knee(strategy.policy)
                 log.info("limit: %d bytes, the knee at %.3g of the cache", knee.cache_limit_bytes, knee.budget)
                 return knee.cache_limit_bytes
-            # a plan per guess would take minutes: DTR, which it improves on, says about where to begin
-            stand_in = "dtr" if strategy.policy == "planned" else strategy.policy
-            fit = fit_limit(
-                int(budget.value),
-                lambda limit: measured_peak_bytes(step, state, self._waiting_strategy(), limit, batch),
-                lambda limit: profile.memory.peak_bytes(profile.record, limit, stand_in),
-                max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes),
-                total_bytes,
-            )
+            fit = self._fit(strategy, step, state, batch, profile, analysis)
         shown = ", ".join(f"{format_bytes(peak)} at {format_bytes(limit)}" for limit, peak in fit.tries)
         log.info("limit: %d bytes; measured peaks: %s", fit.limit_bytes, shown)
         return fit.limit_bytes
 
-    def _waiting_strategy(self) -> Strategy:
-        """The strategy, planning within the step where its policy plans: a peak is that of a planned step."""
-        return self._strategy(**({"waits": True} if self.config.policy == "planned" else {}))
+    def _fit(
+        self,
+        strategy: Strategy,
+        step: TrainStep,
+        state: StartingState,
+        batch: Batch,
+        profile: Profile,
+        analysis: Analysis,
+    ) -> Fit:
+        """A plan for the peak where the policy plans; else a limit for it."""
+        target = int(self.config.budget.value)
+        smallest = max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes)
+        if strategy.policy != "planned":
+            return fit_limit(
+                target,
+                lambda limit: measured_peak_bytes(step, state, self._strategy(), limit, batch),
+                lambda limit: profile.memory.peak_bytes(profile.record, limit, strategy.policy),
+                smallest,
+                analysis.total_bytes,
+            )
+        fit = fit_plan(
+            target,
+            profile,
+            lambda limit, plans: measured_peak_bytes(step, state, self._strategy(plans=plans), limit, batch),
+            smallest,
+        )
+        if fit.plan is not None:
+            self._for_peak = fit.limit_bytes, fit.plan
+        return fit
 
     def profile(self, step: TrainStep, state: StartingState, batch: Batch) -> Profile:
         """One recorded step, made once."""
@@ -95,7 +114,8 @@ class Limits:
         planning_s = None
         if strategy.policy == "planned":
             started = time.perf_counter()
-            step_plan = plan_step(record, limit_bytes)
+            known = self._for_peak
+            step_plan = known[1] if known and known[0] == limit_bytes else plan_step(profile, limit_bytes)
             predicted = 0.0 if step_plan is None else step_plan.plan.overhead_pct
             planning_s = time.perf_counter() - started
             log.info("planned in %.2f s", planning_s)

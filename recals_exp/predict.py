@@ -9,7 +9,7 @@ Rules the code follows:
    back afterwards; what a model keeps in Python attributes moves on.
 2. `prediction.csv` has exactly the columns of a `PredictionRow`, in bytes and percent.
 3. A target for the peak is met by measuring, with the meter that the run reports (`meters/memory.py`): prediction only says
-   where to begin.
+   where to begin, or what to plan for.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch import Tensor
 from recals_exp.figures import Curve, prediction_png
 from recals_exp.meters.memory import step_peak_bytes
 from recals_exp.meters.steps import StartingState, TrainStep, unique_storage_bytes
-from recals_exp.recals import Prediction, PredictionRow, Recals, format_bytes, format_prediction
-from recals_exp.recals.prediction import Profile, profile_run
+from recals_exp.recals import Prediction, PredictionRow, Recals, StepPlan, format_bytes, format_prediction
+from recals_exp.recals.prediction import Profile, plan_for_peak, profile_run
+from recals_exp.recals.simulate import pinned_bytes
 from recals_exp.strategies import Strategy
 
 CSV_FILE = "prediction.csv"
@@ -108,6 +109,9 @@ class Fit:
     limit_bytes: int
     peak_bytes: int
     tries: tuple[tuple[int, int], ...]  # (limit, peak) in the order of measuring
+    plan: StepPlan | None = (
+        None  # that keeps the peak within the limit; None: no plan is needed, or the policy makes none
+    )
 
 
 def fit_limit(
@@ -159,15 +163,60 @@ def fit_limit(
     if fits is None:
         smallest_peak = min([*tries.values(), measure(min(smallest_limit_bytes, total_bytes))])
         if smallest_peak > target_bytes:
-            raise TargetPeakError(
-                f"target_peak: {target_bytes} bytes ({format_bytes(target_bytes)}) cannot be met by any cache limit: the "
-                f"smallest feasible peak of this step is {smallest_peak} bytes ({format_bytes(smallest_peak)}); raise the "
-                "target to that, or use a smaller batch",
-                target_bytes,
-                smallest_peak,
-            )
+            raise _unmet(target_bytes, smallest_peak)
     fits = max(limit for limit, peak in tries.items() if peak <= target_bytes)
     return Fit(fits, tries[fits], tuple(tries.items()))
+
+
+def fit_plan(
+    target_bytes: int,
+    profile: Profile,
+    peak_of: Callable[[int, tuple[StepPlan, ...]], int],
+    smallest_limit_bytes: int,
+    effort: float = 1.0,
+) -> Fit:
+    """The cheapest plan found whose measured peak is at most the target.
+
+    The planner holds the predicted peak below the target; where more is measured, it aims lower by as much.
+
+    Args:
+        target_bytes: the most that the whole step may take.
+        profile: of the step.
+        peak_of: measures the peak with a limit and plans for it (none: nothing is dropped).
+        smallest_limit_bytes: below it the step is refused.
+        effort: of planning.
+
+    Raises:
+        TargetPeakError: no plan fits; says what the smallest peak found is.
+    """
+    record, total = profile.record, profile.cache_total_bytes
+    tries: list[tuple[int, int]] = []
+    aim = target_bytes
+    if profile.memory.peak_bytes(record, None, "fifo") <= aim:
+        tries.append((total, peak_of(total, ())))
+        if tries[-1][1] <= target_bytes:
+            return Fit(total, tries[-1][1], tuple(tries))
+        aim -= tries[-1][1] - target_bytes
+    while len(tries) < _TRIES:
+        plan, predicted = plan_for_peak(profile, aim, effort)
+        limit = max(plan.plan.limit_bytes + pinned_bytes(record), smallest_limit_bytes)
+        tries.append((limit, peak_of(limit, (plan,))))
+        if tries[-1][1] <= target_bytes:
+            return Fit(limit, tries[-1][1], tuple(tries), plan)
+        if predicted > aim:
+            break
+        aim -= tries[-1][1] - target_bytes
+    raise _unmet(target_bytes, min(peak for _, peak in tries))
+
+
+def _unmet(target_bytes: int, smallest_peak: int) -> TargetPeakError:
+    return TargetPeakError(
+        f"target_peak: {target_bytes} bytes ({format_bytes(target_bytes)}) cannot be met by any cache limit: the "
+        f"smallest feasible peak of this step is {smallest_peak} bytes ({format_bytes(smallest_peak)}); raise the "
+        "target to that, or use a smaller batch",
+        target_bytes,
+        smallest_peak,
+    )
 
 
 def _where(predicted_peak_of: Callable[[int], int], aim: int, low: int, high: int) -> int:

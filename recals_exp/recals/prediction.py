@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ from .step_memory import LiveBytes, StepMemory, step_memory
 from .trace import Trace
 
 if TYPE_CHECKING:
+    from .planning.ceiling import Totals
     from .planning.plan import Plan
     from .recals import Recals
 
@@ -223,7 +224,7 @@ def predict(
     bounds = Bounds(profile.record)
     rows: list[PredictionRow] = []
     for name in names:
-        for limit, policy in zip(usable, _bind(profile.record, name, usable, effort), strict=True):
+        for limit, policy in zip(usable, _bind(profile.record, name, usable, effort, totals_of(profile)), strict=True):
             fraction = min(1.0, limit / total) if total else 1.0
             rows.append(
                 PredictionRow(
@@ -280,12 +281,42 @@ def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: 
     return simulate(record, limit_bytes, bound()).overhead_pct
 
 
-def plan_step(record: TapeRecord, limit_bytes: int) -> StepPlan | None:
-    """The plan that the engine would make within one limit; None where everything fits, or where the step is refused."""
+def plan_step(profile: Profile, limit_bytes: int) -> StepPlan | None:
+    """The plan for one limit, with a peak as low as comes cheap; None where everything fits, or where the step is refused."""
+    record = profile.record
     room = limit_bytes - pinned_bytes(record)
     if limit_bytes < smallest_limit_bytes(record) or record.cache_total_bytes <= room:
         return None
-    return StepPlan(record, default_planner(record, room))
+    return StepPlan(record, default_planner(record, room, totals_of(profile)))
+
+
+def totals_of(profile: Profile) -> Totals:
+    """The step's bytes under a plan, as the planner asks for them."""
+    record, memory = profile.record, profile.memory
+
+    def totals(plan: Plan | None) -> list[int]:
+        if plan is None:
+            return memory.totals(record, None, Fifo.name)
+        return memory.totals(record, plan.limit_bytes + pinned_bytes(record), following(record, plan))
+
+    return totals
+
+
+def plan_for_peak(profile: Profile, target_bytes: int, effort: float = 1.0) -> tuple[StepPlan, int]:
+    """The plan that re-runs least while the step's predicted peak is at most ``target_bytes``, and that peak.
+
+    Its cache is not held to one limit: it shrinks as gradients grow. ``plan.limit_bytes`` is the most it holds. A peak above
+    the target is the lowest that was found. ``effort``: of planning (rule 4).
+    """
+    from .planning.ceiling import Ceiling
+    from .planning.planner import make_plan
+
+    record = profile.record
+    room = max(profile.cache_total_bytes, profile.smallest_limit_bytes) - pinned_bytes(record)
+    planned = make_plan(record, room, effort=effort, ceiling=Ceiling(target_bytes, totals_of(profile)))
+    plan = replace(planned.plan, limit_bytes=planned.verdict.peak_held_bytes)
+    peak = profile.memory.peak_bytes(record, plan.limit_bytes + pinned_bytes(record), following(record, plan))
+    return StepPlan(record, plan), peak
 
 
 def smallest_limit_bytes(record: TapeRecord) -> int:
@@ -294,7 +325,9 @@ def smallest_limit_bytes(record: TapeRecord) -> int:
     return max(1, largest, pinned_bytes(record))
 
 
-def _bind(record: TapeRecord, name: str, limits: list[int], effort: float) -> list[Callable[[], Policy]]:
+def _bind(
+    record: TapeRecord, name: str, limits: list[int], effort: float, totals: Totals | None = None
+) -> list[Callable[[], Policy]]:
     """For every limit (ascending) a maker of the policy as it acts there; a policy serves one simulation."""
     if name != Planned.name:
         return [POLICIES[name] for _ in limits]
@@ -305,7 +338,8 @@ def _bind(record: TapeRecord, name: str, limits: list[int], effort: float) -> li
     rivals: dict[int, tuple[Plan, ...]] = {
         room: tuple(plan_of(record, room, rival) for rival in ("dtr", "fifo")) for room in rooms
     }
-    plans = [planned.plan for planned in make_plans(record, rooms, effort=effort, others=rivals)] if rooms else []
+    made = make_plans(record, rooms, effort=effort, others=rivals, totals=totals) if rooms else ()
+    plans = [planned.plan for planned in made]
     makers = [_follower(record, plan) for plan in plans]
     return [*makers, *[Fifo for _ in limits[len(plans) :]]]  # with room for everything any policy holds everything
 

@@ -17,6 +17,7 @@ from .ambient import never_compiled
 from .analysis import Analysis, Measuring, module_state_restored
 from .audit import Auditor, AuditReport
 from .cache import Cache, Stats
+from .composites import AsWithoutModes
 from .door import audit_keys, check_modes, check_supported, refuse_function_transforms
 from .errors import CacheLimitError, SizeError
 from .facts import OpFacts
@@ -113,7 +114,7 @@ class Recals:
         cache.calls_running += 1
         self.running.add(session.serial)
         try:
-            with saved_tensors_hooks(recorder.pack, unpack), recorder:
+            with AsWithoutModes(), saved_tensors_hooks(recorder.pack, unpack), recorder:
                 out = fn(*args, **kwargs)
             if stepper is not None:
                 stepper.returned(self._values_of(out))

@@ -56,11 +56,15 @@ class StepMemory:
 
     def peak_bytes(self, record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> int:
         """Predicted peak of the step with its cache held to ``limit_bytes`` by ``policy``."""
+        return max(self.resident_bytes + self.before, *self.totals(record, limit_bytes, policy))
+
+    def totals(self, record: TapeRecord, limit_bytes: int | None, policy: str | Policy) -> list[int]:
+        """Predicted bytes of the step around each event: at their highest while it is handled and until the next."""
         moments = moments_of(record, limit_bytes, policy)
-        peak = self.before
-        for moment, at, until in zip(moments, self.at_event, self.until_next, strict=True):
-            peak = max(peak, at + moment.highest_bytes, until + moment.bytes_after)
-        return self.resident_bytes + peak
+        return [
+            self.resident_bytes + max(at + moment.highest_bytes, until + moment.bytes_after)
+            for moment, at, until in zip(moments, self.at_event, self.until_next, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ OPS: dict[str, Limit] = {
             "triangular_solve",
         )
     },
+    "linalg.vector_norm": Limit(("warnings",), _WARNINGS, short=False),
     "linalg.tensorinv": Limit(("node",), _RESHAPE_NODE),
     "nn.functional.ctc_loss": Limit(("node",), _CTC_NODE, short=False),
     "nn.functional.linear_cross_entropy.chunked_none": Limit(("pinned",), _IN_SLICES),
@@ -66,6 +67,7 @@ MODULES: dict[str, Limit] = {
     "nn.InstanceNorm1d": Limit(("pinned",), _STATISTICS),
     "nn.InstanceNorm2d": Limit(("pinned",), _STATISTICS),
     "nn.InstanceNorm3d": Limit(("pinned",), _STATISTICS),
+    "nn.LinearCrossEntropyLoss": Limit(("pinned",), _IN_SLICES, short=False),
 }
 
 

@@ -51,6 +51,52 @@ def dispatch_mode_around_forward(call: Call) -> Any:
     return grads(out, x), mode.seen
 
 
+def _smoothed_losses(x: Tensor, call: Call, kind: torch.dtype | None = None) -> list[Any]:
+    """Weighted means with label smoothing over targets of which some are ignored: ATen adds the weights otherwise in a mode."""
+    found = []
+    for classes in range(3, 40):
+        target = torch.arange(16) % classes
+        weight = torch.rand(classes)
+
+        def loss(y: Tensor) -> Tensor:
+            logits = deep(y)[:, :classes]  # noqa: B023
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind is not None):
+                logits = logits if kind is None else logits.to(kind)
+                return nn.functional.cross_entropy(logits, target, weight, label_smoothing=0.1, ignore_index=1)  # noqa: B023
+
+        found.append((call(loss, x), classes))
+    for out, _ in found:
+        out.backward()
+    return [found, x.grad]
+
+
+@stories
+def smoothed_cross_entropy(call: Call) -> Any:
+    return _smoothed_losses(leaf(16, 40), call)
+
+
+@stories
+def smoothed_cross_entropy_of_low_precision_under_autocast(call: Call) -> Any:
+    return _smoothed_losses(leaf(16, 40), call, torch.bfloat16)
+
+
+@stories
+def smoothed_cross_entropy_under_a_mode_of_the_program(call: Call) -> Any:
+    with Counts() as mode:
+        return _smoothed_losses(leaf(16, 40), call), bool(mode.seen)
+
+
+def test_what_recording_replaces_is_put_back() -> None:
+    before = torch._C._nn.cross_entropy_loss
+    recals = recals_with_rngs(-1)
+    inside = recals(lambda x: (x.sin(), torch._C._nn.cross_entropy_loss), torch.ones(2, requires_grad=True))[1]
+    assert inside is not before
+    assert torch._C._nn.cross_entropy_loss is before
+    with pytest.raises(ZeroDivisionError):
+        recals(lambda x: x / 0 if 1 // 0 else x, torch.ones(2, requires_grad=True))
+    assert torch._C._nn.cross_entropy_loss is before
+
+
 @stories
 def dispatch_mode_inside(call: Call) -> Any:
     seen: list[str] = []

@@ -113,7 +113,7 @@ class Improver:
         (candidate,) = rng.choices(candidates, weights=[c.gain for c in candidates])
         losses = [(loss * math.exp(rng.gauss(0.0, _FORCE_NOISE)), 0.0, h) for loss, _, h in self._losses(schedule)]
         losses.sort(key=lambda item: (item[0], item[2].value, item[2].begin))
-        victims = self._victims(_held_bytes(schedule), losses, candidate)
+        victims = self._victims(schedule.free, losses, candidate)
         if victims is None:
             return None
         wishes, until = _without(schedule, victims)
@@ -206,16 +206,15 @@ class Improver:
 
     def _fitting(self, schedule: Schedule, candidates: list[_Candidate], rebuilds: list[_Rebuild]) -> list[_Candidate]:
         """Candidates that fit together, greedily; at most one on each path of a dominator tree."""
-        held = _held_bytes(schedule)
+        free = schedule.free.copy()
         taken: list[_Candidate] = []
         above: list[set[int]] = [set() for _ in rebuilds]  # ops with a chosen one below them, or chosen
         chosen: list[set[int]] = [set() for _ in rebuilds]
         for c in candidates:
-            room = self.capacity - c.nbytes
-            if held[c.miss] > room or held[c.first_place + 1] > room or c.op in above[c.miss]:
+            if free[c.miss] < c.nbytes or free[c.first_place + 1] < c.nbytes or c.op in above[c.miss]:
                 continue
-            span = held[c.first_place + 1 : c.miss + 1]
-            if int(span.max()) > room:
+            span = free[c.first_place + 1 : c.miss + 1]
+            if int(span.min()) < c.nbytes:
                 continue
             parent, picked, marked = rebuilds[c.miss].parent, chosen[c.miss], above[c.miss]
             op, path = c.op, [c.op]
@@ -225,7 +224,7 @@ class Improver:
                 continue
             picked.add(c.op)
             marked.update(path)
-            span += c.nbytes
+            span -= c.nbytes
             taken.append(c)
         self.work_left -= len(candidates) // 2
         return taken
@@ -236,14 +235,13 @@ class Improver:
         """The first exchange that pays, or None."""
         candidates, _ = self._candidates(schedule)
         losses = self._losses(schedule)
-        held = _held_bytes(schedule)
         candidates.sort(key=lambda c: (-c.gain, c.miss, c.op))
         for c in candidates:
             if self.work_left <= 0:
                 return None
             if (c.op, c.fetch) in tried:
                 continue
-            victims = self._victims(held, losses, c)
+            victims = self._victims(schedule.free, losses, c)
             if victims is None:
                 continue
             tried.add((c.op, c.fetch))
@@ -257,11 +255,11 @@ class Improver:
         return None
 
     def _victims(
-        self, held: NDArray[np.int64], losses: list[tuple[float, float, Holding]], c: _Candidate
+        self, free: NDArray[np.int64], losses: list[tuple[float, float, Holding]], c: _Candidate
     ) -> list[Holding] | None:
         """The cheapest holdings per byte whose leaving makes room for ``c``; None if they save as much as it does."""
         low, high = c.first_place, c.miss - 1  # places
-        excess = held[low + 1 : high + 2] + (c.nbytes - self.capacity)
+        excess = c.nbytes - free[low + 1 : high + 2]
         most = int(excess.max())
         victims: list[Holding] = []
         lost = 0.0
@@ -306,11 +304,6 @@ class Improver:
             losses.append((cost / (problem.nbytes[holding.value] + 1), cost, holding))
         losses.sort(key=lambda item: (item[0], item[2].value, item[2].begin))
         return losses
-
-
-def _held_bytes(schedule: Schedule) -> NDArray[np.int64]:
-    """[place + 1]: the most held from that miss to the next."""
-    return np.array([schedule.kept_bytes, *(miss.held_bytes for miss in schedule.misses)], dtype=np.int64)
 
 
 def _without(schedule: Schedule, victims: list[Holding]) -> tuple[_Wished, _Ends]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..record import TapeRecord
 from .bound import Bound, BoundModel
+from .ceiling import Ceiling, Totals
 from .checker import Verdict, check
 from .fifo import fifo_wishes
 from .improve import Improver
@@ -29,8 +30,9 @@ from .multi_level import MultiLevel
 from .plan import Plan, PlanError
 from .problem import FORWARD, Problem
 from .segments import build_segments, choose_cuts
+from .settling import Entry, Work, press, settle, shaken
 from .single_level import single_level_wishes
-from .unroll import Schedule, Until, Wishes, tighten, to_plan
+from .unroll import Until, Wishes, tighten, to_plan
 
 _WORK_LEAST, _WORK_MOST = 3_000_000, 8_000_000
 """Ops and fetches visited for one plan at effort 1: about three seconds of one core for a few hundred ops (most), ten for
@@ -47,6 +49,12 @@ _BIG_PROGRAM_OPS = 4000  # above: the bound's relaxation, no single-level progra
 _HOPELESS_RERUNS = 12  # times the ops of forward
 _FIRST_ROUND, _SECOND_ROUND, _SEMIFINAL, _FINAL = 0.2, 0.15, 0.35, 0.3  # shares of the work
 _FINALISTS = 3
+_SETTLING = 0.02  # of the work, each time a schedule is brought under the ceiling
+_PRESSED, _PRESSING = 6, 0.5  # schedules that are pressed, and work for it beside the rest
+_PRESSING_POINTS, _PRESSING_SHARE = (
+    0.5,
+    0.05,
+)  # a lower peak may cost so many percent of a step, or this share of the plan's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +82,15 @@ class Planned:
         return self.verdict.overhead_pct - self.bound.overhead_pct
 
 
-@dataclass(slots=True)
-class _Entry:
-    origin: str
-    schedule: Schedule
-    first_cost: float
-    improved: bool = False
-
-
 def make_plan(
-    record: TapeRecord, limit_bytes: int, *, effort: float = 1.0, others: Iterable[Plan] = (), seed: int = 0
+    record: TapeRecord,
+    limit_bytes: int,
+    *,
+    effort: float = 1.0,
+    others: Iterable[Plan] = (),
+    seed: int = 0,
+    ceiling: Ceiling | None = None,
+    totals: Totals | None = None,
 ) -> Planned:
     """The best plan found within ``limit_bytes``.
 
@@ -93,8 +100,10 @@ def make_plan(
         effort: scales the work of the local search.
         others: plans to beat, e.g. DTR's; they must keep the limit.
         seed: of the local search.
+        ceiling: the step's peak is held down as well: the plan keeps it, or comes as near as was found.
+        totals: the step's peak is pressed as low as comes cheap (without a ceiling).
     """
-    return make_plans(record, [limit_bytes], effort=effort, others={limit_bytes: tuple(others)}, seed=seed)[0]
+    return _plan_one(record, limit_bytes, BoundModel(record), list(others), effort, seed, ceiling, totals)
 
 
 def make_plans(
@@ -104,50 +113,117 @@ def make_plans(
     effort: float = 1.0,
     others: dict[int, tuple[Plan, ...]] | None = None,
     seed: int = 0,
+    totals: Totals | None = None,
     progress: Callable[[Planned], None] | None = None,
 ) -> tuple[Planned, ...]:
-    """A plan for each limit, in the order given; a larger limit never costs more (see `make_plan`)."""
+    """A plan for each limit, in the order given; a larger limit never costs more (see `make_plan`).
+
+    With ``totals`` the step's peaks are pressed as low as comes cheap, and do not rise where the limit falls.
+    """
     model = BoundModel(record)
-    done: dict[int, Planned] = {}
-    previous: Plan | None = None
-    for limit_bytes in sorted(set(limits_bytes)):
+    ascending = sorted(set(limits_bytes))
+    done: list[Planned] = []
+    for limit_bytes in ascending:
         rivals = list((others or {}).get(limit_bytes, ()))
-        if previous is not None:
-            rivals.append(replace(previous, limit_bytes=limit_bytes))
-        done[limit_bytes] = planned = _plan_one(record, limit_bytes, model, rivals, effort, seed)
-        previous = planned.plan
+        if done:
+            rivals.append(replace(done[-1].plan, limit_bytes=limit_bytes))
+        done.append(_plan_one(record, limit_bytes, model, rivals, effort, seed, None, totals))
         if progress is not None:
-            progress(planned)
-    return tuple(done[limit_bytes] for limit_bytes in limits_bytes)
+            progress(done[-1])
+    if totals is not None:
+        done = _in_order(record, model, done, others or {}, effort, seed, totals)
+    made = dict(zip(ascending, done, strict=True))
+    return tuple(made[limit_bytes] for limit_bytes in limits_bytes)
+
+
+def _in_order(
+    record: TapeRecord,
+    model: BoundModel,
+    planned: list[Planned],
+    others: dict[int, tuple[Plan, ...]],
+    effort: float,
+    seed: int,
+    totals: Totals,
+) -> list[Planned]:
+    """Plans by rising limit whose peaks do not fall and whose costs do not rise."""
+    done = list(planned)
+    peaks = [max(totals(entry.plan)) for entry in done]
+    for i in range(len(done) - 2, -1, -1):
+        if peaks[i] <= peaks[i + 1]:
+            continue
+        limit_bytes = done[i].plan.limit_bytes
+        under = Ceiling(peaks[i + 1], totals)
+        again = _plan_one(record, limit_bytes, model, list(others.get(limit_bytes, ())), effort, seed, under)
+        peak = max(totals(again.plan))
+        if peak < peaks[i]:
+            done[i], peaks[i] = again, peak
+    for i in range(1, len(done)):
+        if done[i - 1].verdict.rerun_cost < done[i].verdict.rerun_cost:  # what fits a smaller limit fits this one
+            plan = replace(done[i - 1].plan, limit_bytes=done[i].plan.limit_bytes, bound_pct=done[i].plan.bound_pct)
+            done[i] = replace(done[i], plan=plan, verdict=done[i - 1].verdict)
+    return done
 
 
 def _plan_one(
-    record: TapeRecord, limit_bytes: int, model: BoundModel, rivals: list[Plan], effort: float, seed: int
+    record: TapeRecord,
+    limit_bytes: int,
+    model: BoundModel,
+    rivals: list[Plan],
+    effort: float,
+    seed: int,
+    ceiling: Ceiling | None = None,
+    totals: Totals | None = None,
 ) -> Planned:
     start = time.perf_counter()
-    problem = Problem(record, limit_bytes)
+    problem = Problem(record, limit_bytes, ceiling=ceiling)
+    if problem.rooms is not None:  # programs and recursions know one limit: the most that the ceiling leaves
+        most = problem.rooms.most_bytes() + limit_bytes - problem.capacity
+        limit_bytes = min(limit_bytes, most)
+        problem = Problem(record, limit_bytes, ceiling=ceiling)
     small_enough = len(problem.relevant_ops) <= _BIG_PROGRAM_OPS
-    bound = model.solve(limit_bytes, integral=small_enough)
+    at_most = limit_bytes - problem.capacity + (problem.rooms.kept_bytes() if problem.rooms else problem.capacity)
+    bound = model.solve(min(limit_bytes, at_most), integral=small_enough)
     entries = [
-        _Entry(origin, schedule, schedule.cost)
+        Entry(origin, problem, schedule, schedule.cost)
         for origin, wishes, until in _starts(problem, model, bound, rivals, small_enough)
         for schedule in [tighten(problem, wishes, until)]
     ]
     entries = _not_hopeless(problem, entries)
     work = round(effort * max(_WORK_LEAST, _WORK_MOST / (1 + len(problem.relevant_ops) / _WORK_HALVES_AT_OPS)))
-    entries = _round(problem, entries, round(work * _FIRST_ROUND))
-    field = _round(problem, entries[: max(1, len(entries) // 4)], round(work * _SECOND_ROUND))
+    entries = _round(entries, round(work * _FIRST_ROUND))
+    field = _round(entries[: max(1, len(entries) // 4)], round(work * _SECOND_ROUND))
     finalists = field[:_FINALISTS]
-    for entry in finalists:
-        entry.schedule = Improver(problem, round(work * _SEMIFINAL / len(finalists))).shake(entry.schedule, seed)
-    best = min(finalists, key=lambda entry: (entry.schedule.cost, entry.origin))
-    best.schedule = Improver(problem, round(work * _FINAL)).shake(best.schedule, seed + 1)
+    settling = round(work * _SETTLING)
+    semifinal = round(work * _SEMIFINAL / len(finalists))
+    if ceiling is None:
+        for entry in finalists:
+            entry.schedule = Improver(problem, semifinal).shake(entry.schedule, seed)
+        best = min(finalists, key=lambda entry: entry.rank)
+        best.schedule = Improver(problem, round(work * _FINAL)).shake(best.schedule, seed + 1)
+        if totals is not None:
+            cost = best.schedule.cost
+            dearest = cost + max(_PRESSING_POINTS / 100 * record.step_cost, _PRESSING_SHARE * cost)
+            beaten = [check(record, rival, limit_bytes).rerun_cost for rival in rivals]
+            dearest = min([dearest, *(rival for rival in beaten if rival >= cost)])
+            best = press(
+                best,
+                [e for e in entries if e is not best][:_PRESSED],
+                totals,
+                dearest,
+                settling,
+                Work(work * _PRESSING),
+            )
+    else:
+        finalists = [settle(entry, ceiling, settling) for entry in finalists]
+        finalists = [shaken(entry, ceiling, semifinal, settling, seed) for entry in finalists]
+        best = min(finalists, key=lambda entry: entry.rank)
+        best = shaken(best, ceiling, round(work * _FINAL), settling, seed + 1)
     plan = to_plan(problem, best.schedule, f"planned ({best.origin})")
     verdict = check(record, plan)
     assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
     for rival in rivals:  # followed to the letter, not as a start
         rival_verdict = check(record, rival, limit_bytes)
-        if rival_verdict.rerun_cost < verdict.rerun_cost:
+        if ceiling is None and rival_verdict.rerun_cost < verdict.rerun_cost:
             plan, verdict = rival, rival_verdict
     plan = replace(
         plan,
@@ -166,9 +242,9 @@ def _plan_one(
     return Planned(plan, verdict, bound, candidates, time.perf_counter() - start)
 
 
-def _round(problem: Problem, entries: list[_Entry], work: int) -> list[_Entry]:
+def _round(entries: list[Entry], work: int) -> list[Entry]:
     """Local search on each, with equal work; cheapest first. What one leaves of its work goes to the next."""
-    entries = sorted(entries, key=lambda entry: (entry.schedule.cost, entry.origin))
+    entries = sorted(entries, key=lambda entry: entry.rank)
     seen: set[int] = set()
     left = work
     for index, entry in enumerate(entries):
@@ -176,15 +252,15 @@ def _round(problem: Problem, entries: list[_Entry], work: int) -> list[_Entry]:
         if cost_key in seen:
             continue
         seen.add(cost_key)
-        improver = Improver(problem, left // (len(entries) - index))
+        improver = Improver(entry.problem, left // (len(entries) - index))
         given = improver.work_left
         entry.schedule = improver.polish(entry.schedule)
         entry.improved = True
         left -= given - max(improver.work_left, 0)
-    return sorted(entries, key=lambda entry: (entry.schedule.cost, entry.origin))
+    return sorted(entries, key=lambda entry: entry.rank)
 
 
-def _not_hopeless(problem: Problem, entries: list[_Entry]) -> list[_Entry]:
+def _not_hopeless(problem: Problem, entries: list[Entry]) -> list[Entry]:
     """Without starts that re-run so much that repairing them takes the work of all others; at least the cheapest stays."""
     most = _HOPELESS_RERUNS * len(problem.relevant_ops)
     hopeful = [e for e in entries if sum(len(miss.ops) for miss in e.schedule.misses) <= most]

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 
 from ..record import SOURCE, TapeRecord
+from .ceiling import Ceiling, Rooms
 from .plan import PlanError
 
 FORWARD = -1
@@ -31,7 +33,13 @@ _SMALL_TOTAL_SHARE = 1 / 100  # of the limit: all small change together
 class Problem:
     """One record within one limit. Immutable by agreement; safe to share between planners."""
 
-    def __init__(self, record: TapeRecord, limit_bytes: int, lazy: Mapping[int, tuple[int, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        record: TapeRecord,
+        limit_bytes: int,
+        lazy: Mapping[int, tuple[int, ...]] | None = None,
+        ceiling: Ceiling | None = None,
+    ) -> None:
         """``lazy``: value -> the values it is rebuilt from at each fetch (see `reduced`)."""
         self.record, self.limit_bytes = record, limit_bytes
         values, ops = record.values, record.ops
@@ -57,6 +65,13 @@ class Problem:
         self._read_events(lazy or {})
         self._find_relevant()
         self._fuse()
+        self.rooms = None if ceiling is None else Rooms.of(self, ceiling)  # None: the limit is all
+
+    def with_rooms(self, rooms: Rooms) -> Problem:
+        """The same problem with other rooms."""
+        other = copy(self)
+        other.rooms = rooms
+        return other
 
     def _small_change(self) -> tuple[int, ...]:
         """Saved values that live through forward and are too small to decide about, smallest first."""

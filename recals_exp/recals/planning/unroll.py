@@ -18,6 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from .ceiling import Rooms
 from .plan import Plan, Step
 from .problem import FORWARD, Problem
 
@@ -63,6 +67,9 @@ class Schedule:
     misses: list[Miss] = field(default_factory=list)
     holdings: list[Holding] = field(default_factory=list)
     cost: float = 0.0
+    # what is free at each place, [place + 1]: bytes that may be held in addition from that miss to the next
+    free: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    levels: NDArray[np.int64] | None = None  # held and at hand, by slot (`ceiling.py`); None: the limit is all
 
     def wishes(self) -> dict[int, set[int]]:
         """The wishes that were granted and used: unrolling them again gives the same cost in no more bytes."""
@@ -100,13 +107,15 @@ class _Unroller:
         self.ran = [-1] * len(problem.cost)  # the last miss that re-ran this op
         self.used_bytes = 0
         self.schedule = Schedule((), 0)
+        self.levels = None if problem.rooms is None else _Levels(problem, problem.rooms)
 
     def run(self, wishes: Wishes) -> Schedule:
         problem, held, schedule = self.problem, self.held, self.schedule
         for value in problem.freed_in_forward:
             self.gone[value] = 1
         for value in self._sensible(wishes.get(FORWARD, ()), FORWARD):
-            if problem.saved[value] and self.used_bytes + problem.nbytes[value] <= self.capacity:
+            fits = problem.saved[value] and self.used_bytes + problem.nbytes[value] <= self.capacity
+            if fits and self._has_room(value, FORWARD):
                 self._begin(value, FORWARD, -1)
         schedule.keep = tuple(sorted(holding.value for holding in schedule.holdings))
         schedule.kept_bytes = self.used_bytes
@@ -130,13 +139,33 @@ class _Unroller:
                 self._rebuild(fetch, value, pending, stale)
                 stale.clear()
                 at_hand = value
+            if self.levels is not None:
+                self.levels.note(fetch, self._level(at_hand))
             if problem.frees[fetch]:
                 self._free(problem.frees[fetch])
+            if self.levels is not None:
+                self.levels.note(fetch, self._level(at_hand), is_freed=True)
         last_place = len(schedule.misses) - 1
         for holding in held:
             if holding is not None:
                 holding.last_place = last_place
+        most = [schedule.kept_bytes, *[miss.held_bytes for miss in schedule.misses]]
+        schedule.free = self.capacity - np.array(most, dtype=np.int64)
+        if self.levels is not None:
+            self.levels.settle(schedule)
         return schedule
+
+    def _level(self, at_hand: int) -> int:
+        """Bytes held, and at hand beside that."""
+        is_beside = at_hand >= 0 and self.held[at_hand] is None and not self.gone[at_hand]
+        return self.used_bytes + (self.problem.nbytes[at_hand] if is_beside else 0)
+
+    def _end(self, value: int, time: int) -> int:
+        return self.until.get((value, time), self.problem.death[value])
+
+    def _has_room(self, value: int, time: int) -> bool:
+        """Whether the ceiling leaves room; takes it if so."""
+        return self.levels is None or self.levels.take(value, time, self._end(value, time))
 
     def _sensible(self, values: Iterable[int], time: int) -> list[int]:
         """Wishes that make sense now, latest op first (rule 4)."""
@@ -154,7 +183,7 @@ class _Unroller:
         holding = Holding(value, time, place, place, time, time)
         self.held[value] = holding
         self.schedule.holdings.append(holding)
-        end = self.until.get((value, time), self.problem.death[value])
+        end = self._end(value, time)
         self.end_of[value] = end
         self.ending[end].append(value)
         self.used_bytes += self.problem.nbytes[value]
@@ -178,10 +207,12 @@ class _Unroller:
         room = self.capacity - self.used_bytes
         for v in discard:
             room += nbytes[v]
+        if self.levels is not None:
+            self.levels.give_back(discard, fetch)
         hold: list[int] = []
         lasts = problem.last_fetch[value] <= fetch + (0 if value in pending else 1)  # rule 2
         pending.discard(value)
-        if not lasts and nbytes[value] <= room:
+        if not lasts and nbytes[value] <= room and self._has_room(value, fetch):
             hold.append(value)
             room -= nbytes[value]
         wanted = self._sensible(pending, fetch) if pending else []
@@ -189,7 +220,7 @@ class _Unroller:
             path = self._path_to(value)
             wanted = [v for v in wanted if problem.saved[v] or v in path]
         for v in wanted:
-            if nbytes[v] <= room:
+            if nbytes[v] <= room and self._has_room(v, fetch):
                 hold.append(v)
                 room -= nbytes[v]
         made, ops, cost = self._rerun(fetch, value, hold)
@@ -249,6 +280,49 @@ class _Unroller:
                         stack.append(u)
         ops.sort()
         return made, ops, sum([costs[op] for op in ops])
+
+
+class _Levels:
+    """What holdings take of the rooms, slot by slot: as far as known ahead, and as it came."""
+
+    def __init__(self, problem: Problem, rooms: Rooms) -> None:
+        self.problem, self.rooms = problem, rooms
+        self.left = rooms.room.copy()
+        self.ends: dict[int, int] = {}  # of a holding that lasts: the slot at which its bytes are free again
+        self.levels = np.zeros(len(rooms.room), dtype=np.int64)
+
+    def take(self, value: int, time: int, end: int) -> bool:
+        first, nbytes = self.rooms.first_fetch, self.problem.nbytes[value]
+        begin = self.rooms.begin[value] if time == FORWARD else first + 2 * time
+        freed = self.problem.freed_at.get(value)
+        until = first + 2 * end + 2
+        if freed is not None:
+            until = min(until, first + 2 * freed + 1)
+        left = self.left[begin:until]
+        if len(left) and int(left.min()) < nbytes:
+            return False
+        left -= nbytes
+        self.ends[value] = until
+        return True
+
+    def give_back(self, values: Iterable[int], fetch: int) -> None:
+        """These are let go of at this fetch."""
+        begin = self.rooms.first_fetch + 2 * fetch
+        for v in values:
+            self.left[begin : self.ends[v]] += self.problem.nbytes[v]
+
+    def note(self, fetch: int, level: int, is_freed: bool = False) -> None:
+        """What was held and at hand after a fetch, or after what it freed."""
+        self.levels[self.rooms.first_fetch + 2 * fetch + is_freed] = level
+
+    def settle(self, schedule: Schedule) -> None:
+        """Say what is free at each place."""
+        first = self.rooms.first_fetch
+        for v in schedule.keep:
+            self.levels[min(self.rooms.begin[v], first - 1) : first] += self.problem.nbytes[v]
+        places = [0, *[first + 2 * miss.fetch for miss in schedule.misses]]
+        schedule.levels = self.levels
+        schedule.free = np.minimum(schedule.free, np.minimum.reduceat(self.rooms.room - self.levels, places))
 
 
 def tighten(problem: Problem, wishes: Wishes, until: Until | None = None) -> Schedule:

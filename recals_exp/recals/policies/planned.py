@@ -30,6 +30,7 @@ from .fifo import Fifo
 
 if TYPE_CHECKING:
     from ..cache import Cache
+    from ..planning.ceiling import Totals
     from ..planning.plan import Plan, Step
 
 _LOCKS: dict[int, threading.Lock] = {}  # by process: a fork must not wait for a thread that it does not have
@@ -327,11 +328,11 @@ class Planned(StepPolicy):
             self._values.pop(known[0], None)
 
 
-def default_planner(record: TapeRecord, limit_bytes: int) -> Any:
+def default_planner(record: TapeRecord, limit_bytes: int, totals: Totals | None = None) -> Any:
     """The planner of this package, with the schedules of DTR and FIFO as plans to beat."""
     from ..planning.planner import make_plan
     from ..simulate import plan_of
 
     effort = min(1.0, len(record.ops) / _FULL_EFFORT_OPS)
     rivals = tuple(plan_of(record, limit_bytes, rival) for rival in (Dtr.name, Fifo.name))
-    return make_plan(record, limit_bytes, effort=effort, others=rivals).plan
+    return make_plan(record, limit_bytes, effort=effort, others=rivals, totals=totals).plan
