@@ -8,9 +8,9 @@ Blocks: 8 of 8 layers (chain), 8 (gpt), 16 (resnet50). Three choices: every bloc
 for the peak of every second block: all of them are searched (256, 256, 65,536), by what their blocks cost to re-run (measured)
 and the memory curve of a plain step; the choice found is then measured like the others.
 
-For each choice the peak of a whole training step is measured; the largest cache limit is looked for with which the planned step's
-peak is at most that, by prediction, and verified by measuring; then plain, checkpointed and planned steps are timed in
-turn, round by round, losses compared bit by bit. `planned` is never given more memory. Prints Markdown.
+For each choice the peak of a whole training step is measured; a plan is made for that peak (`predict.fit_plan`: what
+``target_peak=`` does), and verified by measuring; then plain, checkpointed and planned steps are timed in turn, round by round,
+losses compared bit by bit. `planned` is never given more memory. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from bench import MIB, called, following, overheads, peak_bytes, profile_of, start
 from networks import CHAIN_LAYERS, Training, training
 from numpy.typing import NDArray
-from predicted_against_measured import plans_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recals_exp.meters.steps import Forward, StartingState
+from recals_exp.predict import Fit, fit_plan
 from recals_exp.recals import StepPlan
 from recals_exp.recals.prediction import Profile
 from recals_exp.recals.simulate import following as simulated
@@ -38,9 +38,6 @@ from recals_exp.recals.simulate import simulate
 from recals_exp.recals.step_memory import moments_of
 
 CHAIN_BLOCKS = 8
-_HALVES = 7
-_ROUGH_EFFORT = 0.02
-_SHARES = (1.0, 0.98, 0.95, 0.9, 0.8)  # of the limit that prediction finds
 
 
 class Blocks(nn.Module):
@@ -156,35 +153,18 @@ def _block(layer: str, names: Sequence[str]) -> int:
 # -- planned at the same peak ----------------------------------------------------------------------------------------
 
 
-class Planner:
-    """Plans by limit, each made once."""
+def planned_for(
+    peak: int, task: Training, state: StartingState, profile: Profile, effort: float
+) -> tuple[Fit, StepPlan]:
+    """The plan for a peak, verified by measuring."""
 
-    def __init__(self, task: Training, state: StartingState, profile: Profile, effort: float) -> None:
-        self.task, self.state, self.profile, self.effort = task, state, profile, effort
-        self.plans: dict[int, StepPlan] = {}
+    def measure(limit: int, plans: Sequence[StepPlan]) -> int:
+        forward = called(task, following(limit, plans[0])) if plans else task.step.model
+        return peak_bytes(task, state, forward)
 
-    def plan(self, limit: int) -> StepPlan:
-        if limit not in self.plans:
-            self.plans.update(plans_of(self.profile, [limit], self.effort))
-        return self.plans[limit]
-
-    def forward(self, limit: int) -> Forward:
-        return called(self.task, following(limit, self.plan(limit)))
-
-    def limit_for(self, peak: int) -> tuple[int, int]:
-        """(the largest limit found whose plan keeps the peak, the measured peak). Found by prediction, verified by measuring."""
-        profile = self.profile
-        low, high = profile.smallest_limit_bytes, profile.cache_total_bytes
-        for _ in range(_HALVES):
-            middle = (low + high) // 2
-            (step_plan,) = plans_of(profile, [middle], _ROUGH_EFFORT).values()
-            fits = profile.memory.peak_bytes(profile.record, middle, simulated(profile.record, step_plan.plan)) <= peak
-            low, high = (middle, high) if fits else (low, middle)
-        for limit in (round(low * share) for share in _SHARES):
-            measured = peak_bytes(self.task, self.state, self.forward(limit))
-            if measured <= peak:
-                return limit, measured
-        raise RuntimeError(f"no limit near {low} bytes keeps the peak of {peak} bytes")
+    fit = fit_plan(peak, profile, measure, profile.smallest_limit_bytes, effort)
+    assert fit.plan is not None
+    return fit, fit.plan
 
 
 def compare(name: str, rounds: int, effort: float, costs: str) -> None:
@@ -194,7 +174,6 @@ def compare(name: str, rounds: int, effort: float, costs: str) -> None:
     state = start(task)
     profile = profile_of(task, state, costs)
     plain_peak = peak_bytes(task, state, model)
-    planner = Planner(task, state, profile, effort)
     names = list(blocks)
     choices = {"every block": tuple(names), "every second block": tuple(names[::2])}
     peaks: dict[str, int] = {}
@@ -208,11 +187,11 @@ def compare(name: str, rounds: int, effort: float, costs: str) -> None:
     choices[label] = best
     peaks[label] = peak_bytes(task, state, checkpointing(model, [blocks[b] for b in best]))
     for choice, chosen in choices.items():
-        limit, peak = planner.limit_for(peaks[choice])
-        step_plan = planner.plan(limit)
+        fit, step_plan = planned_for(peaks[choice], task, state, profile, effort)
+        limit, peak = fit.limit_bytes, fit.peak_bytes
         forwards = {
             "checkpoint": checkpointing(model, [blocks[b] for b in chosen]),
-            "planned": planner.forward(limit),
+            "planned": called(task, following(limit, step_plan)),
         }
         for forward in forwards.values():
             for _ in range(2):
@@ -245,7 +224,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
-        "| network | checkpointed | peak MiB | its overhead, median [95 %] | planned: peak MiB | cache | overhead | predicted | "
+        "| network | checkpointed | peak MiB | its overhead, median [95 %] | planned: peak MiB | most cached | overhead | predicted | "
         "checkpoint / planned |\n|---|---|---|---|---|---|---|---|---|"
     )
     for name in args.networks:

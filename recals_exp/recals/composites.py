@@ -11,6 +11,7 @@ The function is replaced while any call of the process is recording, and decides
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ _KINDS = (Tensor, nn.Parameter)
 _lock = threading.Lock()
 _here = threading.local()
 _active = 0
-_plain_cross_entropy = _nn.cross_entropy_loss
+_plain_cross_entropy: Callable[..., Tensor] = _nn.cross_entropy_loss
 
 
 def _cross_entropy(
@@ -59,7 +60,7 @@ def _float(tensor: Tensor) -> Tensor:
 def _smoothed_mean(input: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
     logs = input.log_softmax(class_dim, input.dtype)
-    nll = _nn.nll_loss_nd(logs, target, weight, _MEAN, ignore_index)
+    nll = _nn.nll_loss_nd(logs, target, weight, _MEAN, ignore_index)  # type: ignore[arg-type]  # the stub says str
     n_classes = logs.shape[class_dim]
     shape = [1] * logs.dim()
     shape[class_dim] = n_classes
@@ -79,7 +80,7 @@ class AsWithoutModes:
         global _active
         with _lock:
             _active += 1
-            _nn.cross_entropy_loss = _cross_entropy
+            _nn.cross_entropy_loss = _cross_entropy  # type: ignore[assignment]  # reduction is a number, the stub says str
         _here.recording = getattr(_here, "recording", 0) + 1
 
     def __exit__(self, *error: object) -> None:
