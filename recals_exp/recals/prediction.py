@@ -43,6 +43,8 @@ BUDGETS: tuple[float | int | str, ...] = (0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4,
 EFFORT = 0.25
 """Work for a plan of a curve, in units of what the engine spends (rule 4)."""
 
+_LARGER, _LARGER_UP_TO_OPS, _ROUGH = 1.43, 1000, 0.02  # a limit looked at beside one's own, and the work for it
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -287,7 +289,23 @@ def plan_step(profile: Profile, limit_bytes: int) -> StepPlan | None:
     room = limit_bytes - pinned_bytes(record)
     if limit_bytes < smallest_limit_bytes(record) or record.cache_total_bytes <= room:
         return None
-    return StepPlan(record, default_planner(record, room, totals_of(profile)))
+    totals = totals_of(profile)
+    return StepPlan(record, _not_above_larger(record, room, default_planner(record, room, totals), totals))
+
+
+def _not_above_larger(record: TapeRecord, room: int, plan: Plan, totals: Totals) -> Plan:
+    """The plan, or one whose peak is no higher than that of a rough plan for a larger limit (on a curve, all are compared)."""
+    from .planning.ceiling import Ceiling
+    from .planning.planner import make_plan
+
+    larger, peak = round(_LARGER * room), max(totals(plan))
+    if larger >= record.cache_total_bytes or len(record.ops) > _LARGER_UP_TO_OPS:
+        return plan
+    most = max(totals(make_plan(record, larger, effort=_ROUGH, totals=totals).plan))
+    if peak <= most:
+        return plan
+    again = make_plan(record, room, effort=EFFORT, ceiling=Ceiling(most, totals)).plan
+    return replace(again, limit_bytes=room) if max(totals(again)) < peak else plan
 
 
 def totals_of(profile: Profile) -> Totals:

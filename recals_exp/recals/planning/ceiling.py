@@ -53,6 +53,7 @@ class Rooms:
     slot_of_event: NDArray[np.int64]
     room: NDArray[np.int64]
     rest: NDArray[np.int64]  # with nothing dropped
+    everything: NDArray[np.int64]  # the step's bytes with nothing dropped
 
     @classmethod
     def of(cls, problem: Problem, ceiling: Ceiling) -> Rooms:
@@ -78,8 +79,9 @@ class Rooms:
         ends.update(dict.fromkeys(problem.early_frees, first))
         for value, slot in there.items():
             _add(level, slot, ends.get(value, n_slots), problem.nbytes[value])
-        rest = _by_slot(ceiling.totals(None), slot_of_event, n_slots) - np.cumsum(level[:-1])
-        return cls(first, begin, slot_of_event, ceiling.target_bytes - rest, rest)
+        everything = _by_slot(ceiling.totals(None), slot_of_event, n_slots)
+        rest = everything - np.cumsum(level[:-1])
+        return cls(first, begin, slot_of_event, ceiling.target_bytes - rest, rest, everything)
 
     def tightened(self, schedule: Schedule, totals: Sequence[int], target_bytes: int) -> Rooms:
         """With what the rebuilds of ``schedule`` need for themselves (rule 1)."""
@@ -96,6 +98,10 @@ class Rooms:
     def most_bytes(self) -> int:
         """The most that may be held at once when forward has ended."""
         return max(0, int(self.room[self.first_fetch - 1 :].max()))
+
+    def share_bytes(self, share: float) -> int:
+        """The step's peak if at every moment the level were ``share`` of what it is with nothing dropped."""
+        return int((self.rest + share * (self.everything - self.rest)).max())
 
     def kept_bytes(self) -> int:
         """The most that may be held at the end of forward: whatever comes after, no plan keeps more."""

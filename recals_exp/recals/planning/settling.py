@@ -18,6 +18,7 @@ from .unroll import Schedule, to_plan, unroll
 _TRIES = 8
 _HALVINGS = 6
 _VISITS_PER_EVENT = 4
+_FOR_REBUILDING = 1.02
 
 
 @dataclass(slots=True)
@@ -88,16 +89,19 @@ def shaken(entry: Entry, ceiling: Ceiling, work: int, settling: int, seed: int) 
 def press(entry: Entry, others: Iterable[Entry], totals: Totals, dearest: float, work: int, in_all: Work) -> Entry:
     """The entry with the lowest peak found that costs at most ``dearest`` (see `settle`).
 
-    The target is halved between what the step takes with nothing held and the entry's peak.
+    The target is halved between a floor and the entry's peak. The floor grows with the limit, so that a larger limit does not
+    end with the lower peak: what the step takes if it holds the limit's share of its cache at every moment, and a fiftieth
+    more for rebuilding.
     """
     starts = [entry, *others]
     high = max(totals(to_plan(entry.problem, entry.schedule, entry.origin)))
     rooms = Rooms.of(entry.problem, Ceiling(high, totals))
-    low = int(rooms.rest.max())
+    share = min(1.0, entry.problem.limit_bytes / max(entry.problem.record.cache_total_bytes, 1))
+    low = round(_FOR_REBUILDING * rooms.share_bytes(share))
     for _ in range(_HALVINGS):
         under = Ceiling((low + high) // 2, totals)
         within = replace(rooms, room=under.target_bytes - rooms.rest)
-        if in_all.left < 0:
+        if in_all.left < 0 or low >= high:
             break
         trials = [settle(_moved(start, within, work), under, work, dearest, in_all) for start in starts]
         best = min(trials, key=lambda e: e.rank)
