@@ -28,7 +28,10 @@ def timeline_figure(jobs: Mapping[str, StepDetails], title: str) -> Figure | Non
     assert first.plain is not None
     shares = _phase_shares(first.plain)
     lines: dict[str, tuple[Timeline | None, int]] = {"plain": (first.plain, first.resident_bytes)}
-    lines |= {name: (job.wrapped, job.resident_bytes) for name, job in list(drawn.items())[:MOST_LINES]}
+    shown = _spread_by_peak(drawn)
+    if len(shown) < len(drawn):
+        title += f": {len(shown)} of {len(drawn)} jobs, from the lowest peak to the highest"
+    lines |= {name: (job.wrapped, job.resident_bytes) for name, job in shown.items()}
     for index, (name, (timeline, resident_bytes)) in enumerate(lines.items()):
         assert timeline is not None
         x = [100 * _progress(timeline, time_s, shares) for time_s in timeline.times_s]
@@ -57,6 +60,21 @@ def timeline_figure(jobs: Mapping[str, StepDetails], title: str) -> Figure | Non
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return figure
+
+
+def _spread_by_peak(jobs: Mapping[str, StepDetails]) -> dict[str, StepDetails]:
+    """At most `MOST_LINES` jobs, evenly from the lowest peak to the highest, in their own order."""
+    if len(jobs) <= MOST_LINES:
+        return dict(jobs)
+
+    def peak(name: str) -> int:
+        job = jobs[name]
+        assert job.wrapped is not None
+        return job.resident_bytes + job.wrapped.peak_bytes
+
+    by_peak = sorted(jobs, key=peak)
+    chosen = {by_peak[round(i * (len(by_peak) - 1) / (MOST_LINES - 1))] for i in range(MOST_LINES)}
+    return {name: job for name, job in jobs.items() if name in chosen}
 
 
 def _phase_shares(timeline: Timeline) -> tuple[float, float, float]:
