@@ -11,7 +11,8 @@ from recals_exp.datasets import Batch
 from recals_exp.meters.steps import StartingState, TrainStep
 from recals_exp.predict import Fit, amid_training, fit_limit, fit_plan, measured_peak_bytes, profile_training_step
 from recals_exp.recals import Analysis, StepPlan, format_bytes, recals_with_rngs
-from recals_exp.recals.prediction import Bounds, Profile, plan_step, predict, predicted_overhead_pct
+from recals_exp.recals.peaks import plan_step
+from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
 from recals_exp.runconfig import RunConfig
 from recals_exp.strategies import NO_BUDGET, SHARE, Strategy, make_strategy, share_of
 

@@ -19,7 +19,7 @@ import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -28,7 +28,8 @@ from recals_exp.figures import Curve, prediction_png
 from recals_exp.meters.memory import step_peak_bytes
 from recals_exp.meters.steps import StartingState, TrainStep, unique_storage_bytes
 from recals_exp.recals import Prediction, PredictionRow, Recals, StepPlan, format_bytes, format_prediction
-from recals_exp.recals.prediction import Profile, plan_for_peak, profile_run
+from recals_exp.recals.peaks import plan_for_peak
+from recals_exp.recals.prediction import Profile, profile_run
 from recals_exp.recals.simulate import pinned_bytes
 from recals_exp.strategies import Strategy
 
@@ -42,6 +43,7 @@ CLOSE_ENOUGH = 0.05
 
 _AIM = 0.98  # of the target
 _TRIES = 10
+_TRIES_FOR_MORE = 3  # plans, while a peak is further below its target than that
 
 
 class TargetPeakError(ValueError):
@@ -197,16 +199,25 @@ def fit_plan(
         if tries[-1][1] <= target_bytes:
             return Fit(total, tries[-1][1], tuple(tries))
         aim -= tries[-1][1] - target_bytes
+    found: Fit | None = None
     while len(tries) < _TRIES:
         plan, predicted = plan_for_peak(profile, aim, effort)
         limit = max(plan.plan.limit_bytes + pinned_bytes(record), smallest_limit_bytes)
-        tries.append((limit, peak_of(limit, (plan,))))
-        if tries[-1][1] <= target_bytes:
-            return Fit(limit, tries[-1][1], tuple(tries), plan)
-        if predicted > aim:
+        peak = peak_of(limit, (plan,))
+        tries.append((limit, peak))
+        if peak <= target_bytes:
+            if found is None or found.plan is None or plan.plan.overhead_pct < found.plan.plan.overhead_pct:
+                found = Fit(limit, peak, (), plan)
+            if peak >= (1 - CLOSE_ENOUGH) * target_bytes or len(tries) > _TRIES_FOR_MORE:
+                break
+            aim += (target_bytes - peak) // 2  # room is left: a plan for a little more may fit
+        elif found is not None or predicted > aim:
             break
-        aim -= tries[-1][1] - target_bytes
-    raise _unmet(target_bytes, min(peak for _, peak in tries))
+        else:
+            aim -= peak - target_bytes
+    if found is None:
+        raise _unmet(target_bytes, min(peak for _, peak in tries))
+    return replace(found, tries=tuple(tries))
 
 
 def _unmet(target_bytes: int, smallest_peak: int) -> TargetPeakError:

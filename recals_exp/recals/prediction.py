@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,7 @@ import torch
 from .bare_step import BareStep, RunStep
 from .errors import CacheLimitError
 from .measured import COSTS, with_measured_costs
-from .plans import StepPlan
 from .policies import POLICIES, Fifo, Planned, Policy
-from .policies.planned import default_planner
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
 from .simulate import following, pinned_bytes, plan_of, simulate
@@ -42,8 +40,6 @@ BUDGETS: tuple[float | int | str, ...] = (0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4,
 
 EFFORT = 0.25
 """Work for a plan of a curve, in units of what the engine spends (rule 4)."""
-
-_LARGER, _LARGER_UP_TO_OPS, _ROUGH = 1.43, 1000, 0.02  # a limit looked at beside one's own, and the work for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,31 +279,6 @@ def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: 
     return simulate(record, limit_bytes, bound()).overhead_pct
 
 
-def plan_step(profile: Profile, limit_bytes: int) -> StepPlan | None:
-    """The plan for one limit, with a peak as low as comes cheap; None where everything fits, or where the step is refused."""
-    record = profile.record
-    room = limit_bytes - pinned_bytes(record)
-    if limit_bytes < smallest_limit_bytes(record) or record.cache_total_bytes <= room:
-        return None
-    totals = totals_of(profile)
-    return StepPlan(record, _not_above_larger(record, room, default_planner(record, room, totals), totals))
-
-
-def _not_above_larger(record: TapeRecord, room: int, plan: Plan, totals: Totals) -> Plan:
-    """The plan, or one whose peak is no higher than that of a rough plan for a larger limit (on a curve, all are compared)."""
-    from .planning.ceiling import Ceiling
-    from .planning.planner import make_plan
-
-    larger, peak = round(_LARGER * room), max(totals(plan))
-    if larger >= record.cache_total_bytes or len(record.ops) > _LARGER_UP_TO_OPS:
-        return plan
-    most = max(totals(make_plan(record, larger, effort=_ROUGH, totals=totals).plan))
-    if peak <= most:
-        return plan
-    again = make_plan(record, room, effort=EFFORT, ceiling=Ceiling(most, totals)).plan
-    return replace(again, limit_bytes=room) if max(totals(again)) < peak else plan
-
-
 def totals_of(profile: Profile) -> Totals:
     """The step's bytes under a plan, as the planner asks for them."""
     record, memory = profile.record, profile.memory
@@ -318,23 +289,6 @@ def totals_of(profile: Profile) -> Totals:
         return memory.totals(record, plan.limit_bytes + pinned_bytes(record), following(record, plan))
 
     return totals
-
-
-def plan_for_peak(profile: Profile, target_bytes: int, effort: float = 1.0) -> tuple[StepPlan, int]:
-    """The plan that re-runs least while the step's predicted peak is at most ``target_bytes``, and that peak.
-
-    Its cache is not held to one limit: it shrinks as gradients grow. ``plan.limit_bytes`` is the most it holds. A peak above
-    the target is the lowest that was found. ``effort``: of planning (rule 4).
-    """
-    from .planning.ceiling import Ceiling
-    from .planning.planner import make_plan
-
-    record = profile.record
-    room = max(profile.cache_total_bytes, profile.smallest_limit_bytes) - pinned_bytes(record)
-    planned = make_plan(record, room, effort=effort, ceiling=Ceiling(target_bytes, totals_of(profile)))
-    plan = replace(planned.plan, limit_bytes=planned.verdict.peak_held_bytes)
-    peak = profile.memory.peak_bytes(record, plan.limit_bytes + pinned_bytes(record), following(record, plan))
-    return StepPlan(record, plan), peak
 
 
 def smallest_limit_bytes(record: TapeRecord) -> int:
