@@ -218,7 +218,9 @@ def _plan_one(
         finalists = [shaken(entry, ceiling, semifinal, settling, seed) for entry in finalists]
         best = min(finalists, key=lambda entry: entry.rank)
         best = shaken(best, ceiling, round(work * _FINAL), settling, seed + 1)
-    origin = best.origin if best.origin.startswith("planned") else f"planned ({best.origin})"  # a rival was a plan already
+    origin = (
+        best.origin if best.origin.startswith("planned") else f"planned ({best.origin})"
+    )  # a rival was a plan already
     plan = to_plan(problem, best.schedule, origin)
     verdict = check(record, plan)
     assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
