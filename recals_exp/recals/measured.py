@@ -139,16 +139,21 @@ def with_measured_costs(
     forward_shares: list[float] = []
     recording_shares: list[float] = []
     steps_s: list[float] = []
+    recorder = recals.unlimited(
+        Fifo()
+    )  # one for all rounds: what it learns of ops in its first step is no cost of the others
     for number in range(rounds + 1):
-        reset()
-        gc.collect()
-        step_s, forward_s = _step(run, None, device)
+        taken: dict[bool, tuple[float, float]] = {}
+        for is_recorded in (
+            (False, True) if number % 2 else (True, False)
+        ):  # by turns: each leaves memory as the next finds it
+            reset()
+            gc.collect()
+            taken[is_recorded] = _step(run, recorder if is_recorded else None, device)
+        (step_s, forward_s), (recorded_s, _) = taken[False], taken[True]
         reset()
         gc.collect()
         times = _timed_step(recals, record, run, device)
-        reset()
-        gc.collect()
-        recorded_s, _ = _step(run, recals.unlimited(Fifo()), device)
         if number == 0:
             continue  # the first round warms up
         steps_s.append(step_s)
