@@ -224,9 +224,9 @@ def _plan_one(
     plan = to_plan(problem, best.schedule, origin)
     verdict = check(record, plan)
     assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
-    for rival in rivals:  # followed to the letter, not as a start
+    for rival in rivals if ceiling is None else ():  # followed to the letter, not as a start
         rival_verdict = check(record, rival, limit_bytes)
-        if ceiling is None and rival_verdict.rerun_cost < verdict.rerun_cost:
+        if rival_verdict.rerun_cost < verdict.rerun_cost:
             plan, verdict = rival, rival_verdict
     plan = replace(
         plan,
