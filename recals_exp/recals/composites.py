@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack, _nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .ambient import RecorderMode
 
@@ -35,22 +36,27 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    asks = type(weight) in _KINDS and label_smoothing > 0.0 and reduction == _MEAN and target.shape != input.shape
-    if weight is None or not asks or not getattr(_here, "recording", 0) or _is_watched():
+    by_mode = reduction == _MEAN and 0.0 < label_smoothing <= 1.0 and target.shape != input.shape
+    if not by_mode or weight is None or _is_seen_as_subclass(weight) or not _is_recording_alone():
         return _plain_cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
-    if input.device.type == "cpu" and torch.is_autocast_enabled(
-        "cpu"
-    ):  # autocast casts for the function, not for its parts
+    # Autocast casts for the function, not for its parts.
+    if input.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            weighted = _float(weight)
-            return _smoothed_mean(_float(input), target, weighted, ignore_index, label_smoothing)
+            return _smoothed_mean(_float(input), target, _float(weight), ignore_index, label_smoothing)
     return _smoothed_mean(input, target, weight, ignore_index, label_smoothing)
 
 
-def _is_watched() -> bool:
-    """Whether modes of the program's are active, too: then plain PyTorch would compute the other way as well."""
+def _is_seen_as_subclass(weight: Tensor) -> bool:
+    """Whether plain PyTorch computes the other way for it as well: a subclass, or batched by `vmap`."""
+    return type(weight) not in _KINDS or is_functorch_wrapped_tensor(weight)
+
+
+def _is_recording_alone() -> bool:
+    """Whether this thread records, and no mode of the program's is active: with one, plain PyTorch computes the other way, too."""
+    if not getattr(_here, "recording", 0):
+        return False
     stack = (_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack()))
-    return any(not isinstance(mode, RecorderMode) for mode in stack)
+    return all(isinstance(mode, RecorderMode) for mode in stack)
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -86,6 +86,31 @@ def smoothed_cross_entropy_under_a_mode_of_the_program(call: Call) -> Any:
         return _smoothed_losses(leaf(16, 40), call), bool(mode.seen)
 
 
+@stories
+def smoothed_cross_entropy_of_batched_weights(call: Call) -> Any:
+    targets, weights = torch.arange(48).view(3, 16) % 5, torch.rand(3, 5)
+
+    def fn(y: Tensor) -> Tensor:
+        logits = deep(y)
+
+        def loss(target: Tensor, weight: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits, target, weight, label_smoothing=0.1, ignore_index=1)
+
+        return deep(torch.func.vmap(loss)(targets, weights))
+
+    return told(call, fn, leaf(16, 5))
+
+
+@stories
+def smoothing_out_of_range(call: Call) -> Any:
+    target, weight = torch.arange(16) % 5, torch.rand(5)
+    x = leaf(16, 5)
+    deeper = call(deep, x)
+    with pytest.raises(RuntimeError, match=r"label_smoothing must be between 0\.0 and 1\.0"):
+        call(lambda y: nn.functional.cross_entropy(deep(y), target, weight, label_smoothing=1.5), x)
+    return grads(deeper, x)
+
+
 def test_what_recording_replaces_is_put_back() -> None:
     before = torch._C._nn.cross_entropy_loss
     recals = recals_with_rngs(-1)
