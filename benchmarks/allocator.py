@@ -10,22 +10,14 @@ Linear's 2 MiB are free again when the next one runs. Prints how many addresses 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from record_overhead import under_empty_mode
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recals_exp.recals import recals_with_rngs
 
 LAYERS, WIDTH, ROWS = 64, 256, 2048
-
-
-class Nothing(TorchDispatchMode):
-    """Runs each op as it is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def main() -> None:
@@ -38,13 +30,9 @@ def main() -> None:
         linear.register_forward_hook(lambda module, args, out: addresses.append(out.data_ptr()))
     recals = recals_with_rngs(-1)
 
-    def under_a_mode(x: Tensor) -> Tensor:
-        with Nothing():
-            return model(x)
-
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "plain": model,
-        "an empty dispatch mode": under_a_mode,
+        "an empty dispatch mode": lambda x: under_empty_mode(model, x),
         "recals, nothing dropped": lambda x: recals(model, x),
     }
     for name, call in calls.items():

@@ -22,7 +22,7 @@ from recals_exp.recals import recals_with_rngs
 from recals_exp.recals.planning.bound import revolve_optimum
 from recals_exp.recals.planning.planner import Planned, make_plans
 from recals_exp.recals.record import SOURCE, TapeRecord
-from recals_exp.recals.simulate import following, pinned_bytes, plan_of, simulate
+from recals_exp.recals.simulate import following, pinned_bytes, rivals_of, simulate
 
 BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.18, 0.125)
 SMALLEST_BUDGET = 0.1  # of a curve
@@ -39,7 +39,7 @@ def compare(name: str, record: TapeRecord, budgets: list[float], effort: float) 
     """Print a row per budget; what does not hold, as sentences."""
     budgets = sorted(budgets, reverse=True)
     limits = [int(budget * record.cache_total_bytes) for budget in budgets]
-    rivals = {limit: tuple(plan_of(record, limit, rival) for rival in ("dtr", "fifo")) for limit in limits}
+    rivals = {limit: rivals_of(record, limit) for limit in limits}
     faults: list[str] = []
     above = 0.0
     for budget, planned in zip(budgets, make_plans(record, limits, effort=effort, others=rivals), strict=True):

@@ -23,7 +23,7 @@ from recals_exp.recals import StepPlan, recals_with_rngs
 from recals_exp.recals.planning.planner import make_plans
 from recals_exp.recals.prediction import Profile, totals_of
 from recals_exp.recals.simulate import following as simulated
-from recals_exp.recals.simulate import pinned_bytes, plan_of, simulate
+from recals_exp.recals.simulate import pinned_bytes, rivals_of, simulate
 
 CLOSE_POINTS = 3.0
 CLOSE_SHARE = 0.05
@@ -34,7 +34,7 @@ SAMPLES = {"gpt": 1}
 def plans_of(profile: Profile, limits: list[int], effort: float) -> dict[int, StepPlan]:
     record = profile.record
     rooms = {limit: limit - pinned_bytes(record) for limit in limits}
-    rivals = {room: tuple(plan_of(record, room, p) for p in ("dtr", "fifo")) for room in rooms.values()}
+    rivals = {room: rivals_of(record, room) for room in rooms.values()}
     made = make_plans(record, list(rooms.values()), effort=effort, others=rivals, totals=totals_of(profile))
     return {limit: StepPlan(record, planned.plan) for limit, planned in zip(limits, made, strict=True)}
 

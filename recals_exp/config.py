@@ -161,9 +161,8 @@ def register_experiment(path: Path, is_chosen: bool = True) -> str:
         OmegaConf.update(node, "hydra.mode", "MULTIRUN", force_add=True)
         OmegaConf.update(node, "hydra.sweeper.params.point", ",".join(map(str, points)), force_add=True)
     elif is_chosen and OmegaConf.select(node, "hydra.sweeper.params") and OmegaConf.select(node, "hydra.mode") is None:
-        OmegaConf.update(
-            node, "hydra.mode", "MULTIRUN", force_add=True
-        )  # else the lists would be ignored without a word
+        # Else the lists would be ignored without a word.
+        OmegaConf.update(node, "hydra.mode", "MULTIRUN", force_add=True)
     ConfigStore.instance().store(group="experiment", name=path.stem, node=node, package="_global_")
     return path.stem
 

@@ -10,7 +10,7 @@ from typing import Any
 from recals_exp.datasets import Batch
 from recals_exp.meters.steps import StartingState, TrainStep
 from recals_exp.predict import Fit, amid_training, fit_limit, fit_plan, measured_peak_bytes, profile_training_step
-from recals_exp.recals import Analysis, StepPlan, format_bytes, recals_with_rngs
+from recals_exp.recals import Analysis, format_bytes, recals_with_rngs
 from recals_exp.recals.peaks import plan_step
 from recals_exp.recals.prediction import Bounds, Profile, predict, predicted_overhead_pct
 from recals_exp.runconfig import RunConfig
@@ -35,7 +35,7 @@ class Limits:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._profile: Profile | None = None
-        self._for_peak: tuple[int, StepPlan] | None = None  # the limit and the plan that keep `target_peak`
+        self._fit: Fit | None = None  # what keeps `target_peak`
 
     def choose(self, strategy: Strategy, step: TrainStep, batch: Batch, analysis: Analysis) -> float | None:
         """The limit that the budget means: bytes, or a share for a strategy that takes one."""
@@ -54,22 +54,16 @@ class Limits:
                 knee = predict(profile, policies=[strategy.policy]).knee(strategy.policy)
                 log.info("limit: %d bytes, the knee at %.3g of the cache", knee.cache_limit_bytes, knee.budget)
                 return knee.cache_limit_bytes
-            fit = self._fit(strategy, step, state, batch, profile, analysis)
+            fit = self._fit = self._fitted(strategy, step, state, batch, analysis)
         shown = ", ".join(f"{format_bytes(peak)} at {format_bytes(limit)}" for limit, peak in fit.tries)
         log.info("limit: %d bytes; measured peaks: %s", fit.limit_bytes, shown)
         return fit.limit_bytes
 
-    def _fit(
-        self,
-        strategy: Strategy,
-        step: TrainStep,
-        state: StartingState,
-        batch: Batch,
-        profile: Profile,
-        analysis: Analysis,
+    def _fitted(
+        self, strategy: Strategy, step: TrainStep, state: StartingState, batch: Batch, analysis: Analysis
     ) -> Fit:
         """A plan for the peak where the policy plans; else a limit for it."""
-        target = int(self.config.budget.value)
+        target, profile = int(self.config.budget.value), self.profile(step, state, batch)
         smallest = max(profile.smallest_limit_bytes, analysis.smallest_limit_bytes)
         if strategy.policy != "planned":
             return fit_limit(
@@ -79,15 +73,12 @@ class Limits:
                 smallest,
                 analysis.total_bytes,
             )
-        fit = fit_plan(
+        return fit_plan(
             target,
             profile,
             lambda limit, plans: measured_peak_bytes(step, state, self._strategy(plans=plans), limit, batch),
             smallest,
         )
-        if fit.plan is not None:
-            self._for_peak = fit.limit_bytes, fit.plan
-        return fit
 
     def profile(self, step: TrainStep, state: StartingState, batch: Batch) -> Profile:
         """One recorded step, made once."""
@@ -115,8 +106,9 @@ class Limits:
         planning_s = None
         if strategy.policy == "planned":
             started = time.perf_counter()
-            known = self._for_peak
-            step_plan = known[1] if known and known[0] == limit_bytes else plan_step(profile, limit_bytes)
+            fit = self._fit
+            is_for_peak = fit is not None and fit.plan is not None and fit.limit_bytes == limit_bytes
+            step_plan = fit.plan if fit and is_for_peak else plan_step(profile, limit_bytes)
             predicted = 0.0 if step_plan is None else step_plan.plan.overhead_pct
             planning_s = time.perf_counter() - started
             log.info("planned in %.2f s", planning_s)

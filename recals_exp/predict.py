@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,9 +112,7 @@ class Fit:
     limit_bytes: int
     peak_bytes: int
     tries: tuple[tuple[int, int], ...]  # (limit, peak) in the order of measuring
-    plan: StepPlan | None = (
-        None  # that keeps the peak within the limit; None: no plan is needed, or the policy makes none
-    )
+    plan: StepPlan | None = None  # keeps the peak within the limit; None: none is needed, or the policy makes none
 
 
 def fit_limit(
@@ -200,14 +199,15 @@ def fit_plan(
             return Fit(total, tries[-1][1], tuple(tries))
         aim -= tries[-1][1] - target_bytes
     found: Fit | None = None
+    cheapest = math.inf
     while len(tries) < _TRIES:
         plan, predicted = plan_for_peak(profile, aim, effort)
         limit = max(plan.plan.limit_bytes + pinned_bytes(record), smallest_limit_bytes)
         peak = peak_of(limit, (plan,))
         tries.append((limit, peak))
         if peak <= target_bytes:
-            if found is None or found.plan is None or plan.plan.overhead_pct < found.plan.plan.overhead_pct:
-                found = Fit(limit, peak, (), plan)
+            if plan.plan.overhead_pct < cheapest:
+                found, cheapest = Fit(limit, peak, (), plan), plan.plan.overhead_pct
             if peak >= (1 - CLOSE_ENOUGH) * target_bytes or len(tries) > _TRIES_FOR_MORE:
                 break
             aim += (target_bytes - peak) // 2  # room is left: a plan for a little more may fit

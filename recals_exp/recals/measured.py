@@ -139,14 +139,12 @@ def with_measured_costs(
     forward_shares: list[float] = []
     recording_shares: list[float] = []
     steps_s: list[float] = []
-    recorder = recals.unlimited(
-        Fifo()
-    )  # one for all rounds: what it learns of ops in its first step is no cost of the others
+    # One for all rounds: what it learns of ops in its first step is no cost of the others.
+    recorder = recals.unlimited(Fifo())
     for number in range(rounds + 1):
         taken: dict[bool, tuple[float, float]] = {}
-        for is_recorded in (
-            (False, True) if number % 2 else (True, False)
-        ):  # by turns: each leaves memory as the next finds it
+        # By turns: each leaves memory as the next finds it.
+        for is_recorded in (False, True) if number % 2 else (True, False):
             reset()
             gc.collect()
             taken[is_recorded] = _step(run, recorder if is_recorded else None, device)

@@ -13,7 +13,7 @@ from .plans import StepPlan
 from .policies.planned import default_planner
 from .prediction import EFFORT, Profile, smallest_limit_bytes, totals_of
 from .record import TapeRecord
-from .simulate import pinned_bytes, plan_of
+from .simulate import pinned_bytes, rivals_of
 
 if TYPE_CHECKING:
     from .planning.ceiling import Totals
@@ -81,9 +81,4 @@ def _by_limit(profile: Profile, target_bytes: int, effort: float) -> list[Plan]:
         keeps = profile.memory.peak_bytes(record, middle, "dtr") <= target_bytes
         low, high = (middle, high) if keeps else (low, middle)
     rooms = {max(round(share * low), profile.smallest_limit_bytes) - pinned for share in _BY_LIMIT}
-    return [
-        make_plan(
-            record, room, effort=effort, others=tuple(plan_of(record, room, policy) for policy in ("dtr", "fifo"))
-        ).plan
-        for room in sorted(rooms)
-    ]
+    return [make_plan(record, room, effort=effort, others=rivals_of(record, room)).plan for room in sorted(rooms)]

@@ -25,7 +25,7 @@ from .measured import COSTS, with_measured_costs
 from .policies import POLICIES, Fifo, Planned, Policy
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
-from .simulate import following, pinned_bytes, plan_of, simulate
+from .simulate import following, pinned_bytes, rivals_of, simulate
 from .sizes import format_bytes, parse_bytes
 from .step_memory import LiveBytes, StepMemory, step_memory
 from .trace import Trace
@@ -219,10 +219,10 @@ def predict(
             layer="",
         )
     usable = sorted({limit for budget, limit in limits.items() if budget not in too_small})
-    bounds = Bounds(profile.record)
+    bounds, totals = Bounds(profile.record), totals_of(profile)
     rows: list[PredictionRow] = []
     for name in names:
-        for limit, policy in zip(usable, _bind(profile.record, name, usable, effort, totals_of(profile)), strict=True):
+        for limit, policy in zip(usable, _bind(profile.record, name, usable, effort, totals), strict=True):
             fraction = min(1.0, limit / total) if total else 1.0
             rows.append(
                 PredictionRow(
@@ -282,10 +282,11 @@ def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: 
 def totals_of(profile: Profile) -> Totals:
     """The step's bytes under a plan, as the planner asks for them."""
     record, memory = profile.record, profile.memory
+    with_everything = memory.totals(record, None, Fifo.name)
 
     def totals(plan: Plan | None) -> list[int]:
         if plan is None:
-            return memory.totals(record, None, Fifo.name)
+            return with_everything
         return memory.totals(record, plan.limit_bytes + pinned_bytes(record), following(record, plan))
 
     return totals
@@ -307,9 +308,7 @@ def _bind(
 
     pinned, total = pinned_bytes(record), simulate(record, None, "fifo").peak_cached_bytes
     rooms = [limit - pinned for limit in limits if limit < total]
-    rivals: dict[int, tuple[Plan, ...]] = {
-        room: tuple(plan_of(record, room, rival) for rival in ("dtr", "fifo")) for room in rooms
-    }
+    rivals = {room: rivals_of(record, room) for room in rooms}
     made = make_plans(record, rooms, effort=effort, others=rivals, totals=totals) if rooms else ()
     plans = [planned.plan for planned in made]
     makers = [_follower(record, plan) for plan in plans]

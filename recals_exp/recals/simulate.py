@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .graph import Op, Value
-from .policies import Planned, Policy, StepPolicy, make_policy
+from .policies import Dtr, Fifo, Planned, Policy, StepPolicy, make_policy
 from .record import SOURCE, TapeRecord
 
 if TYPE_CHECKING:
@@ -203,6 +203,11 @@ def _release(cache: Cache, value: Value) -> None:
         cache.release(value)
     if value.pinned and cache.pinned_bytes:
         cache.unpin(value.nbytes)
+
+
+def rivals_of(record: TapeRecord, limit_bytes: int) -> tuple[Plan, ...]:
+    """What the online policies do within ``limit_bytes``: the plans that a planner has to beat."""
+    return tuple(plan_of(record, limit_bytes, policy) for policy in (Dtr.name, Fifo.name))
 
 
 def plan_of(record: TapeRecord, limit_bytes: int, policy: str | Policy) -> Plan:

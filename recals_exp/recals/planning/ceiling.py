@@ -83,6 +83,10 @@ class Rooms:
         rest = everything - np.cumsum(level[:-1])
         return cls(first, begin, slot_of_event, ceiling.target_bytes - rest, rest, everything)
 
+    def under(self, target_bytes: int) -> Rooms:
+        """For another target, and no rebuilds."""
+        return replace(self, room=target_bytes - self.rest)
+
     def tightened(self, schedule: Schedule, totals: Sequence[int], target_bytes: int) -> Rooms:
         """With what the rebuilds of ``schedule`` need for themselves (rule 1)."""
         assert schedule.levels is not None

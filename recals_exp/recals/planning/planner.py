@@ -51,10 +51,8 @@ _FIRST_ROUND, _SECOND_ROUND, _SEMIFINAL, _FINAL = 0.2, 0.15, 0.35, 0.3  # shares
 _FINALISTS = 3
 _SETTLING = 0.02  # of the work, each time a schedule is brought under the ceiling
 _PRESSED, _PRESSING = 6, 0.5  # schedules that are pressed, and work for it beside the rest
-_PRESSING_POINTS, _PRESSING_SHARE = (
-    0.5,
-    0.05,
-)  # a lower peak may cost so many percent of a step, or this share of the plan's cost
+_PRESSING_POINTS = 0.5  # a lower peak may cost so many percent of a step
+_PRESSING_SHARE = 0.05  # ... or this share of the plan's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +193,8 @@ def _plan_one(
     finalists = field[:_FINALISTS]
     settling = round(work * _SETTLING)
     semifinal = round(work * _SEMIFINAL / len(finalists))
+    # followed to the letter, not as a start; a ceiling they need not keep
+    judged = [(rival, check(record, rival, limit_bytes)) for rival in rivals] if ceiling is None else []
     if ceiling is None:
         for entry in finalists:
             entry.schedule = Improver(problem, semifinal).shake(entry.schedule, seed)
@@ -203,29 +203,19 @@ def _plan_one(
         if totals is not None:
             cost = best.schedule.cost
             dearest = cost + max(_PRESSING_POINTS / 100 * record.step_cost, _PRESSING_SHARE * cost)
-            beaten = [check(record, rival, limit_bytes).rerun_cost for rival in rivals]
-            dearest = min([dearest, *(rival for rival in beaten if rival >= cost)])
-            best = press(
-                best,
-                [e for e in entries if e is not best][:_PRESSED],
-                totals,
-                dearest,
-                settling,
-                Work(work * _PRESSING),
-            )
+            dearest = min([dearest, *(verdict.rerun_cost for _, verdict in judged if verdict.rerun_cost >= cost)])
+            others = [entry for entry in entries if entry is not best][:_PRESSED]
+            best = press(best, others, totals, dearest, settling, Work(work * _PRESSING))
     else:
         finalists = [settle(entry, ceiling, settling) for entry in finalists]
         finalists = [shaken(entry, ceiling, semifinal, settling, seed) for entry in finalists]
         best = min(finalists, key=lambda entry: entry.rank)
         best = shaken(best, ceiling, round(work * _FINAL), settling, seed + 1)
-    origin = (
-        best.origin if best.origin.startswith("planned") else f"planned ({best.origin})"
-    )  # a rival was a plan already
-    plan = to_plan(problem, best.schedule, origin)
+    was_planned = best.origin.startswith("planned")  # it grew from a rival that was a plan already
+    plan = to_plan(problem, best.schedule, best.origin if was_planned else f"planned ({best.origin})")
     verdict = check(record, plan)
     assert abs(verdict.rerun_cost - best.schedule.cost) <= 1e-6 * record.step_cost, (verdict, best.schedule.cost)
-    for rival in rivals if ceiling is None else ():  # followed to the letter, not as a start
-        rival_verdict = check(record, rival, limit_bytes)
+    for rival, rival_verdict in judged:
         if rival_verdict.rerun_cost < verdict.rerun_cost:
             plan, verdict = rival, rival_verdict
     plan = replace(

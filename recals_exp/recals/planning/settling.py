@@ -99,10 +99,10 @@ def press(entry: Entry, others: Iterable[Entry], totals: Totals, dearest: float,
     share = min(1.0, entry.problem.limit_bytes / max(entry.problem.record.cache_total_bytes, 1))
     low = round(_FOR_REBUILDING * rooms.share_bytes(share))
     for _ in range(_HALVINGS):
-        under = Ceiling((low + high) // 2, totals)
-        within = replace(rooms, room=under.target_bytes - rooms.rest)
         if in_all.left < 0 or low >= high:
             break
+        under = Ceiling((low + high) // 2, totals)
+        within = rooms.under(under.target_bytes)
         trials = [settle(_moved(start, within, work), under, work, dearest, in_all) for start in starts]
         best = min(trials, key=lambda e: e.rank)
         if best.excess_bytes or best.schedule.cost > dearest:

@@ -26,7 +26,6 @@ from ..record import TapeRecord
 from ..trace import Trace
 from .base import StepPolicy
 from .dtr import Dtr
-from .fifo import Fifo
 
 if TYPE_CHECKING:
     from ..cache import Cache
@@ -331,8 +330,7 @@ class Planned(StepPolicy):
 def default_planner(record: TapeRecord, limit_bytes: int, totals: Totals | None = None) -> Any:
     """The planner of this package, with the schedules of DTR and FIFO as plans to beat."""
     from ..planning.planner import make_plan
-    from ..simulate import plan_of
+    from ..simulate import rivals_of
 
     effort = min(1.0, len(record.ops) / _FULL_EFFORT_OPS)
-    rivals = tuple(plan_of(record, limit_bytes, rival) for rival in (Dtr.name, Fifo.name))
-    return make_plan(record, limit_bytes, effort=effort, others=rivals, totals=totals).plan
+    return make_plan(record, limit_bytes, effort=effort, others=rivals_of(record, limit_bytes), totals=totals).plan
