@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from planning.records import gpt_like, lstm_like, resnet_like, unet_like, uniform_chain
 
+from recals_exp.recals.planning.bound import BoundModel
 from recals_exp.recals.planning.ceiling import Ceiling, Rooms, Totals
 from recals_exp.recals.planning.checker import check
 from recals_exp.recals.planning.fifo import fifo_wishes
 from recals_exp.recals.planning.plan import Plan
-from recals_exp.recals.planning.planner import make_plan, make_plans
+from recals_exp.recals.planning.planner import _in_order, make_plan, make_plans
 from recals_exp.recals.planning.problem import Problem
 from recals_exp.recals.planning.unroll import to_plan, unroll
 from recals_exp.recals.prediction import Profile, totals_of
@@ -133,6 +135,20 @@ def test_peaks_and_costs_are_in_order_over_the_budgets(name: str) -> None:
         assert check(record, planned.plan, limit).peak_held_bytes <= limit
 
 
+def test_what_fits_a_smaller_limit_and_costs_less_is_taken_for_the_larger() -> None:
+    """A plan that was made again for a lower peak may cost more than the one for the limit below."""
+    record = RECORDS["chain"]()
+    totals = growing(record)
+    dearest, small = make_plans(record, [record.cache_total_bytes // 8, record.cache_total_bytes // 4], effort=QUICK)
+    large = replace(dearest, plan=replace(dearest.plan, limit_bytes=record.cache_total_bytes // 2))
+    made = _in_order(record, BoundModel(record), [small, large], {}, QUICK, 0, totals)
+    costs = [planned.verdict.rerun_cost for planned in made]
+    assert costs[0] == costs[1] < large.verdict.rerun_cost
+    assert [planned.plan.limit_bytes for planned in made] == [small.plan.limit_bytes, large.plan.limit_bytes]
+    for planned in made:
+        assert check(record, planned.plan) == planned.verdict
+
+
 def test_the_same_plan_again() -> None:
     record, again = RECORDS["gpt"](), RECORDS["gpt"]()
     limit = record.cache_total_bytes // 4
@@ -151,4 +167,10 @@ def test_slots_of_events() -> None:
         if kind == "fetch" and not problem.given[value]
     ]
     assert fetches == [rooms.first_fetch + 2 * j for j in range(problem.n_fetches)]
+    frees = {
+        int(slot)
+        for slot, (kind, value) in list(zip(rooms.slot_of_event, events, strict=True))[rooms.first_fetch :]
+        if kind == "free" and value in problem.freed_at
+    }
+    assert frees == {rooms.first_fetch + 2 * j + 1 for j in problem.freed_at.values()}
     assert rooms.kept_bytes() <= rooms.most_bytes()
