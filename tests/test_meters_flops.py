@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recals_exp.meters.flops import compare_flops, count_step_flops
 from recals_exp.meters.steps import StartingState, TrainStep
+from recals_exp.recals import recals_with_rngs
 
 CPU = torch.device("cpu")
 
@@ -61,6 +64,65 @@ def test_attention_on_the_cpu_is_counted_forward_and_backward() -> None:
 def test_a_step_without_countable_operations_has_no_percentage() -> None:
     assert compare_flops(0, 0, 0).overhead_pct is None
     assert compare_flops(100, 150, 49).overhead_pct == 50.0
+
+
+class _Last(nn.Module):
+    """An LSTM's output at the last time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, num_layers=3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0][:, -1]
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)[:, -1]
+
+
+def _convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for stride in (1, 2, 1):
+        layers += [nn.Conv2d(4, 4, 3, stride=stride, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(4, 4, 3), nn.Tanh(), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(_convolutions, (4, 4, 12, 12)), (_Attention, (4, 16, 16)), (_Last, (4, 16, 16))],
+    ids=["convolutions", "attention", "lstm"],
+)
+def test_the_engine_counts_what_the_meter_counts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, CPU)
+    batch = (torch.randn(shape), torch.zeros(4, dtype=torch.int64))
+    state = StartingState(step, 0)
+    plain = count_step_flops(step, state, model, batch)
+    total, _ = recals_with_rngs(-1).analyze(model, batch[0])
+    recals = recals_with_rngs(total // 2, policy="fifo")
+    for _ in range(2):
+        recals.reset_stats()
+        wrapped = count_step_flops(step, state, lambda x: recals(model, x), batch)
+        assert wrapped - plain == recals.stats.recomputed_flops > 0
+
+
+def test_rnn_layers_are_counted_forward_and_backward() -> None:
+    model = _Last()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, CPU)
+    counted = count_step_flops(
+        step, StartingState(step, 0), model, (torch.randn(4, 16, 16), torch.zeros(4, dtype=torch.int64))
+    )
+    forward = 3 * 2 * 4 * 16 * (4 * 16 * (16 + 16))  # layers, rows, time steps, gates
+    assert counted == 3 * forward
 
 
 def test_gradients_of_inputs_alone_are_counted() -> None:

@@ -8,6 +8,7 @@ else, and the difference to a plain step is what the budget costs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,30 +16,38 @@ from torch import Tensor
 from torch.utils import flop_counter
 
 from recals_exp.meters.steps import Forward, StartingState, TrainStep
+from recals_exp.recals.costs import OWN_FORMULAS
 from recals_exp.records import FlopsRecord
 
 
-def _cpu_attention_formulas() -> dict[Any, Any]:
-    """Fused attention on the CPU, which the counter's own registry leaves out (seen in torch 2.10 to 2.14).
+def _missing_formulas() -> dict[Any, Any]:
+    """Fused attention on the CPU and fused RNN layers, which the counter's own registry leaves out (torch 2.10 to 2.14).
 
-    Without these a transformer's attention is free on the CPU, forward and backward. Removable when the registry has
-    them.
+    Without these they are free, forward and backward. Forward ones are the engine's. Removable when the registry has them.
     """
     aten = torch.ops.aten
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if forward in flop_counter.flop_registry:
-        return {}
 
-    def forward_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return flop_counter.sdpa_flop_count(query, key, value)
-
-    def backward_flops(
+    def attention_backward_flops(
         grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
     ) -> int:
         return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
 
-    return {forward: forward_flops, backward: backward_flops}
+    backward: dict[str, Callable[..., int]] = {"_scaled_dot_product_flash_attention_for_cpu": attention_backward_flops}
+    formulas: dict[Any, Any] = {}
+    for name, flops in OWN_FORMULAS.items():
+        packet = getattr(aten, name, None)
+        if packet is None or packet in flop_counter.flop_registry:
+            continue
+        formulas[packet] = partial(_by_shapes, flops, 1)
+        # An RNN layer's gradients: of what it read and of its weights, a product each for every one of forward.
+        formulas[getattr(aten, f"{name}_backward")] = backward.get(name, partial(_by_shapes, flops, 2))
+    return formulas
+
+
+def _by_shapes(
+    flops: Callable[[list[Any]], int], times: int, *shapes: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return times * flops(list(shapes))
 
 
 def count_step_flops(step: TrainStep, state: StartingState, forward: Forward, batch: tuple[Tensor, Tensor]) -> int:
@@ -49,7 +58,7 @@ def count_step_flops(step: TrainStep, state: StartingState, forward: Forward, ba
 
 def count_flops(run: Callable[[], Any]) -> int:
     """FLOPs of one call."""
-    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_cpu_attention_formulas())
+    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_missing_formulas())
     counter.mod_tracker = _WholeProgram()  # type: ignore[assignment]
     with counter:
         run()

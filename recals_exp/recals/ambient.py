@@ -11,9 +11,11 @@ active (``FlopCounterMode`` counts re-run work like any other; ``docs/engine.md`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +77,8 @@ def _handler_keys() -> tuple[Any, Any]:
     return probe.keys
 
 
+# Put in front of the filters as they are: ``warnings.catch_warnings`` makes Python forget what it has said once already.
+_SILENCE = ("ignore", None, Warning, None, 0)
 _LAZY_BITS = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 _HANDLER_KEYS = _handler_keys()
 
@@ -95,19 +99,42 @@ def lazy_bits_resolved() -> _ForceDispatchKeyGuard:
     return _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), exclude)
 
 
-@contextmanager
-def neutral(observed: bool = True) -> Iterator[None]:
-    """Below autograd and autocast, no gradient, no recorder, no default device; others' modes only if ``observed``."""
-    include, exclude = _HANDLER_KEYS
-    foreign = _set_recorders_aside() if observed and _len_torch_dispatch_stack() else None
-    if foreign is not None and _len_torch_dispatch_stack():
-        include = include | DispatchKeySet(DispatchKey.Python)
-    try:
-        with _ForceDispatchKeyGuard(include, exclude), torch.no_grad(), torch._C.DisableTorchFunction():
-            yield
-    finally:
-        if foreign is not None:
-            _put_back(foreign)
+class NeutralGround:
+    """Below autograd and autocast, no gradient, no recorder, no default device; others' modes only if ``observed``.
+
+    And silent: what an op had to warn of, it said in forward. Entered once per replay, so without the layers of
+    ``contextlib``.
+    """
+
+    __slots__ = ("_filters", "_foreign", "_functions", "_grad", "_keys", "_observed")
+
+    def __init__(self, observed: bool = True) -> None:
+        self._observed = observed
+
+    def __enter__(self) -> None:
+        include, exclude = _HANDLER_KEYS
+        self._foreign = _set_recorders_aside() if self._observed and _len_torch_dispatch_stack() else None
+        if self._foreign is not None and _len_torch_dispatch_stack():
+            include = include | DispatchKeySet(DispatchKey.Python)
+        self._filters = warnings.filters
+        self._filters.insert(0, _SILENCE)  # type: ignore[attr-defined]
+        self._grad = torch.is_grad_enabled()
+        self._keys = _ForceDispatchKeyGuard(include, exclude)
+        self._keys.__enter__()
+        torch._C._set_grad_enabled(False)
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._functions.__exit__(kind, error, trace)
+        torch._C._set_grad_enabled(self._grad)
+        self._keys.__exit__(kind, error, trace)
+        with suppress(ValueError):  # reset by another thread
+            self._filters.remove(_SILENCE)  # type: ignore[attr-defined]
+        if self._foreign is not None:
+            _put_back(self._foreign)
 
 
 def _set_recorders_aside() -> list[Any]:
@@ -190,6 +217,7 @@ def _matmul_precision() -> str:
 
 
 _SETTINGS = _settings()
+_READERS = [read for read, _ in _SETTINGS.values()]
 
 
 def kernel_choices() -> Callable[[], tuple[Any, ...]]:
@@ -210,22 +238,21 @@ class Ambient:
     __slots__ = ("values",)
 
     def __init__(self) -> None:
-        self.values = tuple(read() for read, _ in _SETTINGS.values())
+        self.values = tuple([read() for read in _READERS])
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        present = tuple(read() for read, _ in _SETTINGS.values())
-        if present == self.values:
-            yield
-            return
+    def replace(self) -> Ambient | None:
+        """Put these settings in force; returns those that were, if they were others."""
+        present = Ambient()
+        if present.values == self.values:
+            return None
         try:
-            _write(self.values)
-            yield
-        finally:
-            _write(present)
+            self._write()
+        except BaseException:
+            present._write()
+            raise
+        return present
 
-
-def _write(values: tuple[Any, ...]) -> None:
-    for (read, write), value in zip(_SETTINGS.values(), values, strict=True):
-        if value != read() and value != "":
-            write(value)
+    def _write(self) -> None:
+        for (read, write), value in zip(_SETTINGS.values(), self.values, strict=True):
+            if value != read() and value != "":
+                write(value)

@@ -158,12 +158,16 @@ class Cache:
             elif old.payload is not None and old.producer is not None:
                 self._let_go(old)
             if old.handles:
-                self.live.pop(old, None)
-                if self._watcher is not None:
-                    self._watcher.freed(self, old)
+                old.hand_over(new)
+                if not old.handles:  # else they are dying in another thread
+                    self.live.pop(old, None)
+                    if self._watcher is not None:
+                        self._watcher.freed(self, old)
+                    if self.trace is not None:
+                        self.trace.append(("free", old, ""))
+            if new.handles:
                 if self.trace is not None:
-                    self.trace += [("free", old, ""), ("save", new, "")]
-                new.handles, old.handles = old.handles, 0
+                    self.trace.append(("save", new, ""))
                 self.live[new] = None
                 if not new.pinned and new.payload is None:
                     self._offer(new, payload)

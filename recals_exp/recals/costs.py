@@ -67,7 +67,7 @@ NOMINAL = Machine("nominal", flops_per_s=1e13, narrow_flops_per_s=4e13, bytes_pe
 """Between a CPU (about 5 to 10 FLOP per byte) and an accelerator (15 and more): 10 FLOP per byte."""
 
 _FLOPS: dict[tuple[torch._ops.OpOverload, str], int] = {}
-_FLOPS_KEPT = 100_000  # signatures; a program whose shapes never repeat must not grow for ever
+MOST_SIGNATURES = 100_000  # whose FLOPs are known; a program whose shapes never repeat must not grow for ever
 
 _FREE = OpCost(0, 0, 0.0)
 
@@ -98,7 +98,7 @@ def op_cost(
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
     """FLOPs of one call as `FlopCounterMode` counts them; 0 for an op without a formula (rule 1)."""
     packet = func.overloadpacket
-    own = _OWN_FORMULAS.get(packet.__name__)
+    own = OWN_FORMULAS.get(packet.__name__)
     formula = flop_registry.get(packet)
     if own is None and formula is None:
         return 0
@@ -115,7 +115,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
         return known
     try:
         found = int(formula(*shapes, **named, out_val=out))
-        if len(_FLOPS) < _FLOPS_KEPT:
+        if len(_FLOPS) < MOST_SIGNATURES:
             _FLOPS[key] = found
         return found
     except AttributeError:
@@ -210,7 +210,8 @@ def _rnn_layer_flops(shapes: list[Any]) -> int:
     return 2 * steps_and_rows * sum(prod(shape) for shape in weights)
 
 
-_OWN_FORMULAS: dict[str, Callable[[list[Any]], int]] = {
+# By the name of an aten packet: from the shapes of the arguments.
+OWN_FORMULAS: dict[str, Callable[[list[Any]], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention_flops,
     "mkldnn_rnn_layer": _rnn_layer_flops,
     "_cudnn_rnn": _rnn_layer_flops,

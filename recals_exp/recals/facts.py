@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from .costs import OWN_FORMULAS
+
 _NATIVE_NAMESPACES = frozenset({"aten", "prims", "prim", "quantized", "quantized_decomposed", "torchvision"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem", "fsdp"})
 
@@ -135,9 +137,11 @@ class OpFacts:
     makes_constants: bool  # may make nested or quantized tensors of others
     is_factory: bool  # takes a device
     takes_dtype: bool
-    has_flops: bool  # torch has a FLOP formula for it
+    has_flops: bool  # there is a FLOP formula for it
+    returns_tensor: bool  # one tensor, and no list of them
     unspecified: frozenset[int]  # results with bytes that no reader looks at (workspaces): an audit cannot compare them
     learned_writes: set[int] = field(default_factory=set)  # tensor arguments an audit saw written undeclared
+    flops: dict[tuple[Any, ...], int] = field(default_factory=dict)  # by the sizes of its arguments
     was_watched: bool = False  # an audit has watched a foreign op run: its writes are known
     reproduces: bool = False  # an audit has run a foreign op twice
     pinned_layers: set[str] = field(default_factory=set)  # where an audit saw results that do not reproduce
@@ -228,7 +232,8 @@ def learn(func: Any) -> OpFacts:
         is_factory=any(arg.name == "device" for arg in schema.arguments),
         takes_dtype=any(arg.name == "dtype" for arg in schema.arguments),
         unspecified=_UNSPECIFIED.get(base, frozenset()),
-        has_flops=func._overloadpacket in flop_registry,
+        has_flops=func._overloadpacket in flop_registry or (namespace == "aten" and base in OWN_FORMULAS),
+        returns_tensor=len(returns) == 1 and isinstance(returns[0].type, torch.TensorType),
         is_replayable=base not in _NOT_REPLAYABLE and namespace not in _COLLECTIVE_NAMESPACES,
     )
     facts.is_only_write = facts.only_write == 0 and not (

@@ -63,6 +63,10 @@ class Value:
     def strip(self) -> None:
         """The bytes are not held any more: whatever the handles keep of them must go."""
 
+    def hand_over(self, new: Value) -> None:
+        """A write made ``new`` of the storage: its handles ask for that from now on."""
+        new.handles, self.handles = self.handles, 0
+
     def rebuilt(self, payload: Any) -> None:
         """A replay made the bytes again; they may live on outside the cache."""
 

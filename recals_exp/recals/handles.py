@@ -3,13 +3,12 @@
 A handle holds a detached *alias* of the saved tensor, which shares its version counter (rule 9). While the cache holds the
 bytes, the alias is what autograd gets back. When they are dropped, the alias is *stripped*: its geometry is written
 down and its data swapped for nothing, which leaves the version counter. An in-place change since packing raises what
-plain PyTorch raises; else the tensor is put together again over the slot's bytes, sharing the counter once more, so that
+plain PyTorch raises; else the tensor is put together again over the value's bytes, sharing the counter once more, so that
 a change made *during* backward is seen too.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from .ambient import PLAIN_KEYS, never_compiled, share_version
 from .ops import Ref
-from .tape import Slot
+from .tape import Source, TensorValue
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -62,24 +61,23 @@ class LeafHandle:
 class Handle:
     """A saved value. Its death (with autograd's graph) is what frees the bytes (rule 10)."""
 
-    __slots__ = ("__weakref__", "alias", "cache", "geometry", "session", "slot", "version")
+    __slots__ = ("__weakref__", "alias", "cache", "geometry", "session", "value", "version")
 
-    def __init__(self, alias: Tensor, slot: Slot, cache: Cache, session: Session) -> None:
+    def __init__(self, alias: Tensor, value: TensorValue | Source, cache: Cache, session: Session) -> None:
         self.alias = alias
         self.version: int = alias._version
         self.geometry: Ref | None = None
         self.session = session
         self.cache = cache
-        self.slot = slot
-        slot.handles.append(weakref.ref(self))
+        self.value = value  # what the storage holds by now, which a recorded write changes
 
     def strip(self) -> None:
         """Let go of the bytes; keep how to read them, and the version counter."""
         if self.geometry is None:
             alias = self.alias
-            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
-                self.geometry = Ref(None, alias)
-                if self.geometry.is_conj or self.geometry.is_neg:
+            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS):
+                self.geometry = geometry = Ref(None, alias)
+                if geometry.is_conj or geometry.is_neg:
                     alias = self.alias = _without_bits(alias)
                 alias.data = _empty_on(alias.device)
 
@@ -88,18 +86,16 @@ class Handle:
         with self.cache.lock:
             if self.alias._version != self.version:
                 raise self._modified()
-            storage = self.cache.fetch(self.slot.latest)
+            storage = self.cache.fetch(self.value)
             tensor, geometry = share_version(self.alias), self.geometry
             if geometry is None:
                 return tensor
-            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.no_grad():
+            with torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS):
                 whole = torch.empty(0, dtype=geometry.dtype, device=storage.device)
                 whole.set_(storage, geometry.offset, geometry.size, geometry.stride)
                 tensor.data = whole
-                if geometry.is_conj:
-                    tensor = torch._conj(tensor)
-                if geometry.is_neg:
-                    tensor = torch._neg_view(tensor)
+                if geometry.is_conj or geometry.is_neg:
+                    tensor = _with_bits(tensor, geometry)
         return tensor
 
     def _modified(self) -> RuntimeError:
@@ -109,19 +105,27 @@ class Handle:
 
     @never_compiled
     def __del__(self) -> None:
-        slot = getattr(self, "slot", None)
-        if slot is not None:
-            value = slot.latest
-            self.cache.release(value)
-            if value.handles == 0:
-                value.guard = None  # an alias too: it must not outlive the handles
+        if hasattr(self, "value"):
+            with self.cache.lock:
+                value = self.value
+                self.cache.release(value)
+                if value.handles == 0:
+                    value.guard = None  # an alias too: it must not outlive the handles
 
 
+@torch.no_grad()
 def _without_bits(tensor: Tensor) -> Tensor:
     """An alias with the same version counter and no lazy conjugation or negation."""
     if tensor.is_conj():
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+@torch.no_grad()
+def _with_bits(tensor: Tensor, geometry: Ref) -> Tensor:
+    if geometry.is_conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if geometry.is_neg else tensor
 
 
 @never_compiled

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from .costs import Meta, OpCost, op_cost
+from .costs import MOST_SIGNATURES, Meta, OpCost, op_cost
 from .errors import SourceChangedError
 from .graph import Op, Value
 
@@ -118,12 +118,38 @@ class TensorOp(Op):
             return self._cost
         except AttributeError:
             outs = [_meta(*out) for out in self.outs]
+            out = outs[0] if self.facts.returns_tensor and outs else outs  # formulas tell a tensor from a list of one
             try:
-                self._cost: OpCost = op_cost(self.func, _metas(self.args), _metas(self.kwargs), outs)
+                self._cost: OpCost = op_cost(self.func, _metas(self.args), _metas(self.kwargs), out)
             except Exception:
                 # An estimate: a formula that does not know some layout must not fail a step.
                 self._cost = OpCost(0, sum(out.nbytes for out in outs), 0.0)
             return self._cost
+
+    def flops(self) -> int:
+        """As ``full_cost`` has them, once per signature: replays count what they run."""
+        if self.kwargs:
+            return self.full_cost().flops
+        key: list[Any] = []
+        for arg in self.args:
+            kind = type(arg)
+            if kind is Ref:
+                key.append(arg.size)
+            elif kind is list or kind is tuple:
+                if arg and type(arg[0]) is not int:  # of tensors
+                    return self.full_cost().flops
+                key.append(tuple(arg))
+            elif kind is Constant:
+                return self.full_cost().flops
+            else:
+                key.append(arg)
+        known, signature = self.facts.flops, tuple(key)
+        flops = known.get(signature)
+        if flops is None:
+            flops = self.full_cost().flops
+            if len(known) < MOST_SIGNATURES:
+                known[signature] = flops
+        return flops
 
     def cost(self) -> float:
         return self.full_cost().seconds

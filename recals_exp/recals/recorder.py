@@ -9,7 +9,6 @@ demands it. ``benchmarks/record_overhead.py`` measures it.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from .ops import Constant, PeculiarOp, Ref, TensorOp, refs_of
 from .replay import flat_tensors
 from .session import Session
 from .storages import NO_STORAGE, Storages, Write, fills, version_of, without_content
-from .tape import Registry, Slot, Source, TensorValue
+from .tape import Registry, Source, TensorValue
 
 if TYPE_CHECKING:
     from .recals import Recals
@@ -66,7 +65,7 @@ class Recorder(RecorderMode):
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
         self._overwritten: dict[int, Source] = {}  # id of a storage that it writes -> the memory a replay has instead
         self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
-        self._saved_blanks: list[tuple[Slot, UntypedStorage]] = []  # saved since the last op
+        self._saved_blanks: list[tuple[Handle, UntypedStorage]] = []  # saved since the last op
 
     # -- ops ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +128,10 @@ class Recorder(RecorderMode):
         op = TensorOp(
             _UNPLACED, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
         )
-        self._results(op, (out,) if type(out) is Tensor else flat_tensors(out))
+        if type(out) is Tensor and not (self._has_constant or self._has_zeros or facts.makes_constants):
+            self._result(op, out)
+        else:
+            self._results(op, flat_tensors(out))
         return out
 
     def _is_count(self, target: Any, operand: Any) -> bool:
@@ -231,6 +233,25 @@ class Recorder(RecorderMode):
             else:
                 value.watch_also(tensor)
         self._unwatched.clear()
+
+    def _result(self, op: TensorOp, tensor: Tensor) -> None:
+        """``_results`` for the commonest case: one new dense tensor."""
+        registry, session = self.registry, self.session
+        try:
+            storage = tensor.untyped_storage()
+        except NO_STORAGE:
+            return
+        key = id(storage)
+        if key in registry:
+            self._results(op, (tensor,))
+            return
+        op.outs = ((tensor.shape, tensor.dtype),)
+        op.seq = next(self.owner.sequence)
+        registry[key] = TensorValue(op, 0, storage.nbytes(), session.pin(storage, key), 0, version_of(tensor))
+        if self.cache.trace is not None:
+            self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
+        if self._saved_blanks:
+            self.settle()
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
@@ -385,9 +406,10 @@ class Recorder(RecorderMode):
 
     def settle(self) -> None:
         """Hold what autograd saved while it was blank, unless an op is its producer by now."""
-        for slot, storage in self._saved_blanks:
-            if type(slot.latest) is Source and slot.latest.is_blank:
-                slot.latest.keep(storage, self.cache)
+        for handle, storage in self._saved_blanks:
+            value = handle.value
+            if type(value) is Source and value.is_blank:
+                value.keep(storage, self.cache)
         self._saved_blanks.clear()
 
     # -- saved tensors ------------------------------------------------------------------------------------------
@@ -409,21 +431,17 @@ class Recorder(RecorderMode):
             # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
             # ``.data`` may yet be exchanged.
             return LeafHandle(tensor if tensor.grad_fn is None else tensor.detach())
-        slot = None if value.slot is None else value.slot()
-        if slot is None:
-            slot = Slot(value)
-            value.slot = weakref.ref(slot)
-        else:
-            handle = slot.handle_of(tensor)
-            if handle is not None:  # saved once by its producer and once by its consumer: one handle serves both
-                return handle
+        if value.handles:
+            known = value.handle_of(tensor)
+            if known is not None:  # saved once by its producer and once by its consumer: one handle serves both
+                return known
         guard = _DisableTorchDispatch()
         try:
             alias = tensor.detach()
         finally:
             del guard
-        handle = Handle(alias, slot, self.cache, self.session)
-        slot.packed = weakref.ref(tensor)
+        handle = Handle(alias, value, self.cache, self.session)
+        value.saved(tensor, handle)
         if type(value) is TensorValue:
             value.guard = alias
             value.guard_version = handle.version
@@ -432,7 +450,7 @@ class Recorder(RecorderMode):
         elif isinstance(value, Source) and value.is_blank and not value.pinned:
             # The op that is saving it may be about to fill it (rule 3): decided when that op has returned.
             value.pinned = True
-            self._saved_blanks.append((slot, storage))
+            self._saved_blanks.append((handle, storage))
         self.cache.save(value, storage)
         return handle
 

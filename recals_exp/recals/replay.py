@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from .ambient import Ambient, lazy_bits_resolved, neutral
+from .ambient import Ambient, NeutralGround, lazy_bits_resolved
 from .errors import ReplayError
 from .graph import Op, Value
 from .ops import Constant, Ref, TensorOp
@@ -28,6 +27,32 @@ def flat_tensors(out: Any) -> list[Tensor]:
     return found
 
 
+class Replaying:
+    """Around the ops of one replay."""
+
+    __slots__ = ("_ground", "_outer", "_replayer")
+
+    def __init__(self, replayer: Replayer, observed: bool) -> None:
+        self._replayer = replayer
+        self._ground = NeutralGround(observed)
+
+    def __enter__(self) -> None:
+        replayer = self._replayer
+        self._ground.__enter__()
+        self._outer = replayer.ambient, replayer.replaced
+        replayer.ambient = replayer.replaced = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        replayer = self._replayer
+        try:
+            replayer.put_in_force(None)
+        finally:
+            replayer.ambient, replayer.replaced = self._outer
+            self._ground.__exit__(kind, error, trace)
+
+
 class Replayer:
     """Runs ops of one cache; called with the cache's lock held.
 
@@ -36,30 +61,26 @@ class Replayer:
 
     def __init__(self) -> None:
         self.flops = 0
-        self._ambient: Ambient | None = None
-        self._settings: ExitStack | None = None
+        self.ambient: Ambient | None = None  # in force, if the replay that is running has put one in force
+        self.replaced: Ambient | None = None  # what it replaced, if that differed
 
-    @contextmanager
-    def replaying(self, observed: bool = True) -> Iterator[None]:
+    def replaying(self, observed: bool = True) -> Replaying:
         """``observed``: dispatch modes of other people see the ops."""
-        # What an op had to warn of, it said in forward.
-        with neutral(observed), ExitStack() as settings, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            outer = self._ambient, self._settings
-            self._ambient, self._settings = None, settings
-            try:
-                yield
-            finally:
-                settings.close()
-                self._ambient, self._settings = outer
+        return Replaying(self, observed)
+
+    def put_in_force(self, ambient: Ambient | None) -> None:
+        """The settings of the ops that follow; None: those that were in force before the replay."""
+        if self.replaced is not None:
+            replaced, self.replaced = self.replaced, None
+            replaced.replace()
+        self.ambient = ambient
+        if ambient is not None:
+            self.replaced = ambient.replace()
 
     def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[UntypedStorage]:
         assert isinstance(op, TensorOp)
-        assert self._settings is not None
-        if op.ambient is not self._ambient:
-            self._settings.close()
-            self._settings.enter_context(op.ambient.in_force())
-            self._ambient = op.ambient
+        if op.ambient is not self.ambient:
+            self.put_in_force(op.ambient)
         storages = env
         if op.written:
             # A replay writes only memory of its own (rule 5).
@@ -75,14 +96,15 @@ class Replayer:
         args = [_bound(arg, storages) for arg in op.args]
         kwargs = {name: _bound(arg, storages) for name, arg in op.kwargs.items()} if op.kwargs else {}
         if op.rng is None and not op.is_complex:
-            out = op.func(*args, **kwargs)
+            out = op.func._op(*args, **kwargs)
         else:
             with (
                 op.rng.restored() if op.rng else nullcontext(),
                 lazy_bits_resolved() if op.is_complex else nullcontext(),
             ):
-                out = op.func(*args, **kwargs)
-        self.flops += op.full_cost().flops if op.facts.has_flops else 0
+                out = op.func._op(*args, **kwargs)
+        if op.facts.has_flops:
+            self.flops += op.flops()
         outs = flat_tensors(out)
         found: list[UntypedStorage] = []
         for value in wanted:

@@ -199,10 +199,6 @@ class Storages:
             new.is_unguarded = type(old) is Source and old.is_unguarded
             must_keep = old.handles > 0 and not write.is_leaf
             new.pinned = must_keep
-        new.slot = old.slot
-        slot = None if old.slot is None else old.slot()
-        if slot is not None:
-            slot.latest = new
         self.registry[id(storage)] = new
         self.cache.replace(old, new, storage)
         if type(old) is TensorValue:

@@ -4,11 +4,11 @@ Legend::
 
     value  one version of a storage: producer op, bytes if held, guard      (graph.Value; the registry has the latest)
     Pin    weak reference to the storage + the number of its current version
-    Slot   the latest value of a storage that autograd saved                 (what handles refer to)
     Ref    value + dtype, size, stride, offset                               (ops.Ref: an argument of a recorded op)
 
-A view is geometry, not a value (rule 2). Handles refer to the *slot*, ops to the *value*: autograd reads what the storage
-holds when backward comes, unless its version counter moved (then it raises); an op must be replayed on what it read.
+A view is geometry, not a value (rule 2). A recorded write hands a storage's handles over to its new value, an op goes on referring to
+the old one: autograd reads what the storage holds when backward comes, unless its version counter moved (then it raises);
+an op must be replayed on what it read.
 """
 
 from __future__ import annotations
@@ -59,26 +59,53 @@ def forget(pin: Pin) -> None:
         del pin.registry[pin.key]
 
 
-class Slot:
-    """A storage as autograd's handles see it: its latest value, and who asks."""
+class SavedValue(Value):
+    """A value that autograd may have saved.
 
-    __slots__ = ("__weakref__", "handles", "latest", "packed")
+    Attributes:
+        asking: the handles that refer to it.
+        packed: the tensor of the last of them.
+    """
 
-    def __init__(self, latest: TensorValue | Source) -> None:
-        self.latest = latest
-        self.handles: list[weakref.ref[Handle]] = []
-        self.packed: weakref.ref[Tensor] | None = None  # the tensor of the last handle
+    __slots__ = ("asking", "packed")
+
+    asking: list[weakref.ref[Handle]] | None
+    packed: weakref.ref[Tensor] | None
+
+    def saved(self, tensor: Tensor, handle: Handle) -> None:
+        """``handle`` was made for ``tensor``, and refers to this value."""
+        reference = weakref.ref(handle)
+        if self.asking is None or not self.handles:
+            self.asking = [reference]
+        else:
+            self.asking.append(reference)
+        self.packed = weakref.ref(tensor)
 
     def handle_of(self, tensor: Tensor) -> Handle | None:
         """The last handle, if it is of this very tensor, unchanged since."""
-        if self.packed is not None and self.packed() is tensor:
-            handle = self.handles[-1]()
+        if self.asking is not None and self.packed is not None and self.packed() is tensor:
+            handle = self.asking[-1]()
             if handle is not None and handle.version == tensor._version:
                 return handle
         return None
 
+    def strip(self) -> None:
+        for reference in self.asking or ():
+            handle = reference()
+            if handle is not None:
+                handle.strip()
 
-class TensorValue(Value):
+    def hand_over(self, new: Value) -> None:
+        for reference in self.asking or ():
+            handle = reference()
+            if handle is not None:
+                handle.value = new  # type: ignore[assignment]  # of the same storage
+                new.handles += 1
+                self.handles -= 1
+        new.asking, self.asking = self.asking, None  # type: ignore[attr-defined]
+
+
+class TensorValue(SavedValue):
     """One version of a storage, made by a recorded op.
 
     ``guard`` is a tensor that shares the version counter of the tensors over this storage, with the count at which its
@@ -87,7 +114,7 @@ class TensorValue(Value):
     of a write that was not recorded.
     """
 
-    __slots__ = ("count", "guard", "guard_version", "pin", "slot", "version")
+    __slots__ = ("count", "guard", "guard_version", "pin", "version")
 
     def __init__(self, producer: Op, index: int, nbytes: int, pin: Pin, version: int, count: int | None = None) -> None:
         self.count = count
@@ -101,7 +128,7 @@ class TensorValue(Value):
         self.pin = pin
         self.version = version
         self.guard: Tensor | None = None
-        self.slot: weakref.ref[Slot] | None = None  # once autograd saved it
+        self.asking = self.packed = None
         self.guard_version = 0
 
     def bytes(self) -> Any:
@@ -116,18 +143,9 @@ class TensorValue(Value):
         pin = self.pin
         return pin() if pin.version == self.version else None
 
-    def strip(self) -> None:
-        slot = None if self.slot is None else self.slot()
-        if slot is not None and slot.latest is self:
-            for ref in slot.handles:
-                handle = ref()
-                if handle is not None:
-                    handle.strip()
-
     def rebuilt(self, payload: Any) -> None:
-        slot = None if self.slot is None else self.slot()
         old = self.pin
-        if slot is None or slot.latest is not self or old() is not None:
+        if not self.handles or old() is not None:
             return
         pin = Pin(payload, forget)
         pin.key, pin.registry = id(payload), old.registry
@@ -136,7 +154,7 @@ class TensorValue(Value):
         self.pin = pin
 
 
-class Source(Value):
+class Source(SavedValue):
     """A value no recorded op made. Three kinds, which may follow one another:
 
     - a *leaf* (parameter, buffer, input, constant): the program's own bytes; held, not counted.
@@ -167,7 +185,6 @@ class Source(Value):
         "pin",
         "reader",
         "reads",
-        "slot",
     )
 
     def __init__(self, storage: UntypedStorage, pin: Pin | None, is_leaf: bool) -> None:
@@ -180,7 +197,7 @@ class Source(Value):
         self.note = None
         if pin is not None:
             self.pin = pin  # a blank that stands for memory of the replay's own has none
-        self.slot: weakref.ref[Slot] | None = None
+        self.asking = self.packed = None
         self.device = storage.device
         self.guard: Tensor | None = None
         self.guard_version = 0
@@ -202,7 +219,7 @@ class Source(Value):
     @property
     def is_unread(self) -> bool:
         """Whether nothing on the tape and no handle refers to a leaf's present bytes."""
-        return self.guard is None and self.slot is None and self.cache is None and not self.is_unguarded
+        return self.guard is None and self.asking is None and self.cache is None and not self.is_unguarded
 
     def keep(self, storage: UntypedStorage, cache: Cache, guard: Tensor | None = None) -> None:
         """Hold ``storage`` as the bytes of this version, and count them; ``guard``: the program's tensor, unless it is a copy."""

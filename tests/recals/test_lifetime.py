@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recals_exp.recals import POLICIES, CacheLimitError, Recals, recals_with_rngs
+from recals_exp.recals.graph import Value
 from recals_exp.recals.policies import Planned
+from recals_exp.recals.tape import TensorValue
 
 ROWS, WIDTH = 64, 64
 VALUE = ROWS * WIDTH * 4  # bytes of one activation of the models below
@@ -341,9 +345,20 @@ def planners_idle() -> None:
             thread.join()
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """OpenMP leaves memory behind for every thread of the program that starts a team of its own (a backward in a thread)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _growth(step: Step, steps: int) -> tuple[int, int]:
     """Bytes and Python objects that ``steps`` steps leave behind."""
-    with collector_off():
+    with collector_off(), _one_thread():
         for _ in range(5):  # gradients, optimizer state, the audit of the first call, Python's caches
             step()
         planners_idle()
@@ -358,7 +373,13 @@ def _growth(step: Step, steps: int) -> tuple[int, int]:
 def _stays_flat(name: str, policy: str, steps: int) -> None:
     # Plans are made at once here: a thread in the background would allocate beside the steps.
     recals = recals_with_rngs(LIMIT, policy=Planned(waits=True) if policy == Planned.name else policy)
-    more_bytes, more_objects = _growth(SHAPES[name](recals), steps)
+    step = SHAPES[name](recals)
+    more_bytes, more_objects = _growth(step, steps)
+    for _ in range(2):  # what leaks, leaks every time; the C allocator's arenas grow once, at a moment of their own
+        if more_bytes < 2 * VALUE and more_objects < 2 * steps:
+            return
+        again_bytes, again_objects = _growth(step, steps)
+        more_bytes, more_objects = min(more_bytes, again_bytes), min(more_objects, again_objects)
     if more_bytes >= 2 * VALUE or more_objects >= 2 * steps:  # threads, checkpoint and others leave a little
         plain_bytes, plain_objects = _growth(SHAPES[name](Plainly()), steps)  # type: ignore[arg-type]
         assert more_bytes - plain_bytes < max(2, steps // 10) * VALUE, (
@@ -524,3 +545,27 @@ def test_deep_chains_are_freed_and_rebuilt_without_recursion() -> None:
         del unused
     assert torch.equal(expected[0], found[0])  # type: ignore[arg-type]
     assert recals.stats.cached_bytes == 0
+
+
+def test_a_handle_that_dies_while_a_write_hands_over() -> None:
+    """In another thread: nobody can reach it any more, but its own word that it is gone is still to come."""
+    recals = recals_with_rngs(None, policy="dtr")
+    x = torch.randn(4, requires_grad=True)
+    out = recals(lambda x: torch.exp(x), x)
+    (old,) = recals.cache.live
+    assert isinstance(old, TensorValue)
+    assert old.producer is not None
+    gone: list[Value] = []
+    recals.cache._watcher = types.SimpleNamespace(freed=lambda cache, value: gone.append(value))  # type: ignore[assignment]
+    old.handles += 1  # the dying one
+    new = TensorValue(old.producer, -1, old.nbytes, old.pin, 1)
+    recals.cache.replace(old, new, None)
+    assert (old.handles, new.handles) == (1, 1)
+    assert gone == []
+    recals.cache.release(old)
+    assert gone == [old]
+    assert set(recals.cache.live) == {new}
+    del out
+    assert gone == [old, new]
+    assert not recals.cache.live
+    assert recals.cache.cached_bytes == 0

@@ -12,6 +12,7 @@ import torch
 from parity.harness import Call, Case, check
 from recals.scenarios import Stories, grads, held, leaf, told
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -299,6 +300,42 @@ def test_flop_counter_counts_what_is_run_again() -> None:
         recals(model, x).sum().backward()
     assert recals.stats.recomputed_flops > 0
     assert wrapped.get_total_flops() == plain.get_total_flops() + recals.stats.recomputed_flops
+
+
+def test_flops_differ_by_more_than_the_sizes_of_tensors() -> None:
+    """Convolutions of the same arguments but their stride, and matrix products of tensors in a list."""
+    filters, matrix = torch.randn(4, 4, 3, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        coarse = [torch.tanh(functional.conv1d(x, filters, stride=stride)) for stride in (1, 2, 3, 2, 1)]
+        fine = torch.linalg.multi_dot([torch.tanh(matrix), torch.tanh(matrix), torch.tanh(matrix)])
+        return torch.stack([torch.tanh(part).sum() for part in [*coarse, fine]]).sum()
+
+    x = torch.randn(2, 4, 30, requires_grad=True)
+    with FlopCounterMode(display=False) as plain:
+        forward(x).backward()
+    recals = recals_with_rngs(16 * 16 * 4, policy="fifo")
+    for _ in range(2):
+        recals.reset_stats()
+        with FlopCounterMode(display=False) as wrapped:
+            recals(forward, x).backward()
+        assert recals.stats.recomputed_flops > 0
+        assert wrapped.get_total_flops() == plain.get_total_flops() + recals.stats.recomputed_flops
+
+
+def test_a_replay_does_not_make_python_forget_what_it_has_said() -> None:
+    """``warnings.catch_warnings`` does: what it says once per place, it says again afterwards."""
+    model, x = mlp(16, 4, dropout=0.0), torch.randn(8, 16)
+    recals = recals_with_rngs(8 * 16 * 4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        filters = list(warnings.filters)
+        for _ in range(2):
+            recals(model, x).sum().backward()
+            warnings.warn("once per place", stacklevel=1)
+        assert warnings.filters == filters
+    assert recals.stats.recomputed_values > 0
+    assert [str(warning.message) for warning in said] == ["once per place"]
 
 
 @pytest.mark.filterwarnings("ignore")
