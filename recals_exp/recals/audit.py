@@ -143,6 +143,9 @@ class Auditor(Recorder):
                 self._check_untouched(storage)
         super().finish()
 
+    def _result(self, op: TensorOp, tensor: Tensor) -> None:
+        self._results(op, (tensor,))
+
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         super()._results(op, outs, made)
         self._last_ops.append(op)
