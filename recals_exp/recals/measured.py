@@ -11,6 +11,8 @@ dropped, which tells what recording costs.
 Rules
 1. Times are taken as shares of the plain step beside them, so that a machine whose speed drifts gives the same costs; of the
    shares the median counts: stable from run to run as far as the machine is.
+   Recording is the small difference of two large times: there the least of each counts, of twice as many steps, which scatters
+   half as much as the median of shares.
 2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
 3. An op that never had to be re-run gets its modelled cost, in proportion to the others.
 4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
@@ -130,39 +132,38 @@ def with_measured_costs(
         run: one whole step; it calls ``wrap(model)`` where it would call the model, once.
         device: where the step runs.
         reset: puts the state back that ``run`` starts from; called before each step.
-        rounds: steps of each kind.
+        rounds: timed steps; plain and recorded ones are twice as many.
 
     Raises:
         RecordError: a timed step ran other ops than the recorded one (rule 2).
     """
     shares: list[dict[int, float]] = []
-    forward_shares: list[float] = []
-    recording_shares: list[float] = []
-    steps_s: list[float] = []
+    plain: list[tuple[float, float]] = []  # seconds of a step, and of forward in it
+    recorded: list[tuple[float, float]] = []
     # One for all rounds: what it learns of ops in its first step is no cost of the others.
     recorder = recals.unlimited(Fifo())
     for number in range(rounds + 1):
-        taken: dict[bool, tuple[float, float]] = {}
         # By turns: each leaves memory as the next finds it.
-        for is_recorded in (False, True) if number % 2 else (True, False):
+        for is_recorded in (False, True, True, False) if number % 2 else (True, False, False, True):
             reset()
             gc.collect()
-            taken[is_recorded] = _step(run, recorder if is_recorded else None, device)
-        (step_s, forward_s), (recorded_s, _) = taken[False], taken[True]
+            taken = _step(run, recorder if is_recorded else None, device)
+            (recorded if is_recorded else plain).append(taken)
         reset()
         gc.collect()
         times = _timed_step(recals, record, run, device)
-        if number == 0:
-            continue  # the first round warms up
-        steps_s.append(step_s)
-        forward_shares.append(forward_s / step_s)
-        recording_shares.append(recorded_s / step_s - 1)
-        shares.append({op: seconds / step_s for op, seconds in times.items()})
-    step_s = statistics.median(steps_s)
+        if number == 0:  # the first round warms up
+            plain.clear()
+            recorded.clear()
+            continue
+        beside_s = statistics.mean(step_s for step_s, _ in plain[-2:])
+        shares.append({op: seconds / beside_s for op, seconds in times.items()})
+    step_s = statistics.median(step_s for step_s, _ in plain)
     seconds = {op: step_s * statistics.median([share[op] for share in shares]) for op in shares[0]}
     modelled = sum(record.ops[op].cost for op in seconds)
     scale = sum(seconds.values()) / modelled if modelled else 0.0
-    forward_s = step_s * statistics.median(forward_shares)
+    forward_s = step_s * statistics.median(forward_s / step_s for step_s, forward_s in plain)
+    recording_share = min(recorded)[0] / min(plain)[0] - 1
     return replace(
         record,
         cost_unit="s",
@@ -173,7 +174,7 @@ def with_measured_costs(
         ),
         forward_cost=forward_s,
         backward_cost=step_s - forward_s,
-        recording_cost=max(0.0, step_s * statistics.median(recording_shares)),
+        recording_cost=max(0.0, step_s * recording_share),
     )
 
 
