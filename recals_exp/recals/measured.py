@@ -11,8 +11,8 @@ dropped, which tells what recording costs.
 Rules
 1. Times are taken as shares of the plain step beside them, so that a machine whose speed drifts gives the same costs; of the
    shares the median counts: stable from run to run as far as the machine is.
-   Recording is the small difference of two large times: there the least of each counts, of twice as many steps, which scatters
-   half as much as the median of shares.
+   Recording is the small difference of two large times, so it is looked at twice as often. (The least of each scatters less, but
+   is not what a step takes: where memory lies is part of what recording costs.)
 2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
 3. An op that never had to be re-run gets its modelled cost, in proportion to the others.
 4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
@@ -163,7 +163,7 @@ def with_measured_costs(
     modelled = sum(record.ops[op].cost for op in seconds)
     scale = sum(seconds.values()) / modelled if modelled else 0.0
     forward_s = step_s * statistics.median(forward_s / step_s for step_s, forward_s in plain)
-    recording_share = min(recorded)[0] / min(plain)[0] - 1
+    recording_share = statistics.median(r / p for (r, _), (p, _) in zip(recorded, plain, strict=True)) - 1
     return replace(
         record,
         cost_unit="s",
