@@ -13,10 +13,10 @@ from networks import Training
 from recals_exp.meters.memory import step_peak_bytes
 from recals_exp.meters.parity import same_bits
 from recals_exp.meters.steps import Forward, StartingState, unique_storage_bytes
-from recals_exp.meters.timing import collector_paused, median_interval
+from recals_exp.meters.timing import median_interval, steady_process
 from recals_exp.predict import profile_training_step
 from recals_exp.recals import Recals, StepPlan, recals_with_rngs
-from recals_exp.recals.measured import now_s
+from recals_exp.recals.measured import Beside, now_s, steadier_half
 from recals_exp.recals.policies import Planned
 from recals_exp.recals.prediction import Profile
 
@@ -83,31 +83,38 @@ def _discard(_: object) -> None:
 def overheads(
     training: Training, state: StartingState, forwards: Mapping[str, Forward], rounds: int
 ) -> dict[str, Overhead]:
-    """Every way to run the step in turn, round by round, the order turned each time; each against the plain step of its round.
+    """Every way to run the step in turn, round by round; each against the plain steps before and after it.
 
-    With one thread on the CPU: CPU time of that thread, which a busy machine does not disturb (``measured.py``, rule 6).
+    Of the rounds of each, that half counts in which the machine's speed changed least (`measured.py`, rule 1). With one thread on the
+    CPU: CPU time of that thread, which a busy machine does not disturb (rule 6).
     """
-    ratios: dict[str, list[float]] = {name: [] for name in forwards}
-    names = ["", *forwards]
-    with collector_paused() as collect:
+    steps: dict[str, list[Beside[float]]] = {name: [] for name in forwards}
+    device = training.step.device
+
+    with steady_process() as collect:
+
+        def run(forward: Forward) -> tuple[float, Any]:
+            state.restore()
+            collect()
+            begin = now_s(device)
+            outcome = training.step(forward, *training.batch)
+            return now_s(device) - begin, outcome.loss
+
+        before_s, loss = run(training.step.model)
         for number in range(rounds):
-            seconds: dict[str, float] = {}
-            losses = []
+            names = list(forwards)
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                state.restore()
-                collect()
-                begin = now_s(training.step.device)
-                outcome = training.step(forwards[name] if name else training.step.model, *training.batch)
-                seconds[name] = now_s(training.step.device) - begin
-                losses.append(outcome.loss)
-            if not all(same_bits(losses[0], loss) for loss in losses):
-                raise RuntimeError("the losses of the steps of one round differ: these are not the same step")
-            for name in forwards:
-                ratios[name].append(seconds[name] / seconds[""])
+                taken_s, wrapped_loss = run(forwards[name])
+                after_s, plain_loss = run(training.step.model)
+                if not (same_bits(loss, wrapped_loss) and same_bits(loss, plain_loss)):
+                    raise RuntimeError("the losses of the steps of one round differ: these are not the same step")
+                steps[name].append(Beside(taken_s, before_s, after_s))
+                before_s = after_s
     state.restore()
     gc.collect()
     found = {}
-    for name, values in ratios.items():
+    for name, taken in steps.items():
+        values = [each.taken / each.plain_s for each in steadier_half(taken)]
         low, high, _ = median_interval(values)
         found[name] = Overhead(100 * (statistics.median(values) - 1), 100 * (low - 1), 100 * (high - 1))
     return found

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recals_exp.meters.parity import check_parity
 from recals_exp.meters.steps import StartingState, TrainStep
-from recals_exp.meters.timing import collector_paused, median_interval
+from recals_exp.meters.timing import median_interval, steady_process
 from recals_exp.predict import amid_training, measured_peak_bytes
 from recals_exp.records import BatchSearchRecord
 from recals_exp.strategies import Strategy, make_strategy
@@ -157,7 +157,7 @@ class BatchSearch:
     ) -> tuple[list[float], list[float]]:
         bound = self.strategy.bind(self.step.model, limit)
         order: list[tuple[Any, Batch, list[float]]] = [(self.step.model, reference, []), (bound, batch, [])]
-        with collector_paused() as collect:
+        with steady_process() as collect:
             for index in range(self.pairs + 1):  # the first pair warms up
                 for forward, data, times in order if index % 2 else reversed(order):
                     state.restore()

@@ -19,13 +19,14 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from recals_exp.figures import Curve, prediction_png
+from recals_exp.meters.heap import freed_memory_kept
 from recals_exp.meters.memory import step_peak_bytes
 from recals_exp.meters.steps import StartingState, TrainStep, unique_storage_bytes
 from recals_exp.recals import Prediction, PredictionRow, Recals, StepPlan, format_bytes, format_prediction
@@ -76,14 +77,15 @@ def profile_training_step(
     """One step (forward, loss, backward, optimizer) with nothing dropped: its record, and its memory beside the cache."""
     state.restore()
     resident = unique_storage_bytes(step.resident_tensors(*batch))
-    return profile_run(
-        recals,
-        lambda wrap: step(wrap(step.model), *batch),
-        step.device,
-        resident,
-        reset=state.restore,
-        costs=costs,
-    )
+    with freed_memory_kept() if costs == "measured" else nullcontext():
+        return profile_run(
+            recals,
+            lambda wrap: step(wrap(step.model), *batch),
+            step.device,
+            resident,
+            reset=state.restore,
+            costs=costs,
+        )
 
 
 def measured_peak_bytes(

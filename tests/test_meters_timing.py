@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recals_exp.meters.steps import StartingState, TrainStep
-from recals_exp.meters.timing import collector_paused, measure_pairs, median_interval
+from recals_exp.meters.timing import measure_pairs, median_interval, steady_process
 from recals_exp.records import expected_overhead_pct
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_no_automatic_collection_within_a_step_and_everything_put_back() -> None
     assert enabled == [False, False]
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
-    with pytest.raises(RuntimeError, match="inside"), collector_paused():
+    with pytest.raises(RuntimeError, match="inside"), steady_process():
         raise RuntimeError("inside")
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
@@ -131,7 +131,7 @@ def test_no_automatic_collection_within_a_step_and_everything_put_back() -> None
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with collector_paused():
+        with steady_process():
             pass
         assert not gc.isenabled()
     finally:

@@ -19,9 +19,7 @@ Rules the code follows:
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from recals_exp.meters.device import synchronize
+from recals_exp.meters.heap import return_free_memory
 from recals_exp.meters.steps import Forward, StartingState, TrainStep, unique_storage_bytes
 from recals_exp.recals.step_memory import quiet_profiler
 from recals_exp.records import MemoryRecord
@@ -124,7 +123,7 @@ def process_peak(run: Callable[[], None], interval_s: float = 0.002) -> ProcessP
     `interval_s`.
     """
     gc.collect()
-    _return_free_memory()
+    return_free_memory()
     if _reset_high_water_mark():
         start = resident_bytes()
         run()
@@ -180,11 +179,3 @@ def _status_bytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no field {field}")
-
-
-def _return_free_memory() -> None:
-    """Give malloc's free pages back (glibc); elsewhere the resident set just starts higher."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

@@ -13,6 +13,7 @@ Rules the code follows:
    checked.
 4. The interval is that of the median itself, from order statistics (binomial with p = 1/2): no distribution is
    assumed, no random number is drawn. With few pairs 95 % cannot be had; the record says what was.
+5. What a step frees stays with the process (`heap.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from recals_exp.meters.heap import freed_memory_kept
 from recals_exp.meters.parity import same_bits
 from recals_exp.meters.steps import Forward, StartingState, StepOutcome, TrainStep
 from recals_exp.records import PhaseTimes, TimingRecord, expected_overhead_pct
 
 
 @contextmanager
-def collector_paused() -> Iterator[Callable[[], None]]:
-    """Automatic collection off; yields the function to call between steps (rule 2)."""
+def steady_process() -> Iterator[Callable[[], None]]:
+    """Automatic collection off, freed memory kept (rules 2 and 5); yields the function to call between steps."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -42,7 +44,8 @@ def collector_paused() -> Iterator[Callable[[], None]]:
         gc.collect()
 
     try:
-        yield collect
+        with freed_memory_kept():
+            yield collect
     finally:
         gc.unfreeze()
         if was_enabled:
@@ -77,7 +80,7 @@ def measure_pairs(
         outcomes.append(step(forward, *batch))
 
     losses_identical = True
-    with collector_paused() as collect:
+    with steady_process() as collect:
         for index in range(pairs):
             order: list[tuple[Forward, list[StepOutcome]]] = [(plain_forward, plain_steps), (wrapped, wrapped_steps)]
             for forward, outcomes in order if index % 2 == 0 else reversed(order):

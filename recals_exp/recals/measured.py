@@ -5,12 +5,12 @@ limit will cost *here*, in percent of a step, hangs on this machine's kernels, c
 forward: a replay pays for its own bookkeeping, and its memory is as cold as it will be.
 
 How: steps in which everything that autograd saves is dropped and, at the first miss, all of it is rebuilt in one replay, whose
-ops are timed one by one. Each such step stands next to a plain one, whose time is the measure, and to one in which nothing is
-dropped, which tells what recording costs.
+ops are timed one by one. Each such step stands between two plain ones, whose times are the measure, and so does a step in which
+nothing is dropped, which tells what recording costs.
 
 Rules
-1. Times are taken as shares of the plain step beside them, so that a machine whose speed drifts gives the same costs; of the
-   shares the median counts: stable from run to run as far as the machine is.
+1. Times are taken as shares of the plain steps on either side, so that a machine whose speed drifts gives the same costs. Where those
+   two differ, the speed changed in between: of the steps the steadier half counts, and of their shares the median.
    Recording is the small difference of two large times, so it is looked at twice as often. (The least of each scatters less, but
    is not what a step takes: where memory lies is part of what recording costs.)
 2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
@@ -19,6 +19,7 @@ Rules
 5. Measuring takes the memory of a plain step: nothing stays dropped.
 6. On the CPU with one thread, the time that counts is the thread's own: what other programs take of a busy machine is no cost of
    an op. With more threads, and on accelerators, it is the clock's.
+7. Python's garbage is collected between steps, never within one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final
 
 import torch
 
@@ -43,8 +44,12 @@ if TYPE_CHECKING:
     from .cache import Cache
     from .recals import Recals
 
+T = TypeVar("T")
+
 COSTS = ("model", "measured")
-ROUNDS = 7
+LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+ENOUGH_S = 60.0
+"""A round is six steps: two recorded ones, one whose ops are timed, and a plain one after each."""
 
 
 @final
@@ -122,7 +127,7 @@ def with_measured_costs(
     run: RunStep,
     device: torch.device,
     reset: Callable[[], None] = lambda: None,
-    rounds: int = ROUNDS,
+    enough_s: float = ENOUGH_S,
 ) -> TapeRecord:
     """The record with costs in seconds on this machine.
 
@@ -132,38 +137,46 @@ def with_measured_costs(
         run: one whole step; it calls ``wrap(model)`` where it would call the model, once.
         device: where the step runs.
         reset: puts the state back that ``run`` starts from; called before each step.
-        rounds: timed steps; plain and recorded ones are twice as many.
+        enough_s: after so many seconds of the clock no further round begins, unless too few were taken.
 
     Raises:
         RecordError: a timed step ran other ops than the recorded one (rule 2).
     """
-    shares: list[dict[int, float]] = []
-    plain: list[tuple[float, float]] = []  # seconds of a step, and of forward in it
-    recorded: list[tuple[float, float]] = []
     # One for all rounds: what it learns of ops in its first step is no cost of the others.
     recorder = recals.unlimited(Fifo())
-    for number in range(rounds + 1):
-        # By turns: each leaves memory as the next finds it.
-        for is_recorded in (False, True, True, False) if number % 2 else (True, False, False, True):
-            reset()
-            gc.collect()
-            taken = _step(run, recorder if is_recorded else None, device)
-            (recorded if is_recorded else plain).append(taken)
-        reset()
-        gc.collect()
-        times = _timed_step(recals, record, run, device)
-        if number == 0:  # the first round warms up
-            plain.clear()
-            recorded.clear()
-            continue
-        beside_s = statistics.mean(step_s for step_s, _ in plain[-2:])
-        shares.append({op: seconds / beside_s for op, seconds in times.items()})
+    plain: list[tuple[float, float]] = []  # seconds of a step, and of forward in it
+    recorded: list[Beside[float]] = []
+    timed: list[Beside[dict[int, float]]] = []
+
+    def plain_step() -> float:
+        plain.append(_between_collections(lambda: _step(run, None, device), reset))
+        return plain[-1][0]
+
+    def take(step: Callable[[], T], steps: list[Beside[T]]) -> None:
+        before_s = plain[-1][0]
+        taken = _between_collections(step, reset)
+        steps.append(Beside(taken, before_s, plain_step()))
+
+    def one_round() -> None:
+        take(lambda: _step(run, recorder, device)[0], recorded)
+        take(lambda: _timed_step(recals, record, run, device), timed)
+        take(lambda: _step(run, recorder, device)[0], recorded)
+
+    plain_step()
+    one_round()  # warms up
+    del plain[:-1], recorded[:], timed[:]
+    begin = time.perf_counter()
+    while len(timed) < LEAST_ROUNDS or (len(timed) < MOST_ROUNDS and time.perf_counter() - begin < enough_s):
+        one_round()
     step_s = statistics.median(step_s for step_s, _ in plain)
-    seconds = {op: step_s * statistics.median([share[op] for share in shares]) for op in shares[0]}
+    steady = steadier_half(timed)
+    seconds = {
+        op: step_s * statistics.median(each.taken[op] / each.plain_s for each in steady) for op in steady[0].taken
+    }
     modelled = sum(record.ops[op].cost for op in seconds)
     scale = sum(seconds.values()) / modelled if modelled else 0.0
     forward_s = step_s * statistics.median(forward_s / step_s for step_s, forward_s in plain)
-    recording_share = statistics.median(r / p for (r, _), (p, _) in zip(recorded, plain, strict=True)) - 1
+    recording_share = statistics.median(each.taken / each.plain_s for each in steadier_half(recorded)) - 1
     return replace(
         record,
         cost_unit="s",
@@ -176,6 +189,43 @@ def with_measured_costs(
         backward_cost=step_s - forward_s,
         recording_cost=max(0.0, step_s * recording_share),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(Generic[T]):
+    """What a step took, and the seconds of the plain steps before and after it."""
+
+    taken: T
+    before_s: float
+    after_s: float
+
+    @property
+    def plain_s(self) -> float:
+        return (self.before_s + self.after_s) / 2
+
+    @property
+    def unsteadiness(self) -> float:
+        """How far the machine's speed changed meanwhile."""
+        return abs(self.after_s - self.before_s) / self.plain_s
+
+
+def steadier_half(steps: Sequence[Beside[T]]) -> list[Beside[T]]:
+    """Those in whose course the machine's speed changed least (rule 1), at least one."""
+    ordered = sorted(range(len(steps)), key=lambda i: steps[i].unsteadiness)
+    return [steps[i] for i in sorted(ordered[: (len(steps) + 1) // 2])]
+
+
+def _between_collections(step: Callable[[], T], reset: Callable[[], None]) -> T:
+    """``step`` from the starting state, with the collector off (rule 7)."""
+    reset()
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return step()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _step(run: RunStep, recals: Recals | None, device: torch.device) -> tuple[float, float]:
