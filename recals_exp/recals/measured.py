@@ -162,6 +162,7 @@ def with_measured_costs(
         take(lambda: _timed_step(recals, record, run, device), timed)
         take(lambda: _step(run, recorder, device)[0], recorded)
 
+    gc.collect()
     plain_step()
     one_round()  # warms up
     del plain[:-1], recorded[:], timed[:]
@@ -218,7 +219,7 @@ def steadier_half(steps: Sequence[Beside[T]]) -> list[Beside[T]]:
 def _between_collections(step: Callable[[], T], reset: Callable[[], None]) -> T:
     """``step`` from the starting state, with the collector off (rule 7)."""
     reset()
-    gc.collect()
+    gc.collect(0)  # all that was made since the last one
     was_enabled = gc.isenabled()
     gc.disable()
     try:
