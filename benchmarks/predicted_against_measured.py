@@ -21,9 +21,9 @@ from networks import NETWORKS, training
 
 from recals_exp.recals import StepPlan, recals_with_rngs
 from recals_exp.recals.planning.planner import make_plans
-from recals_exp.recals.prediction import Profile, totals_of
+from recals_exp.recals.prediction import Profile, predicted_overhead_pct, totals_of
 from recals_exp.recals.simulate import following as simulated
-from recals_exp.recals.simulate import pinned_bytes, rivals_of, simulate
+from recals_exp.recals.simulate import pinned_bytes, rivals_of
 
 CLOSE_POINTS = 3.0
 CLOSE_SHARE = 0.05
@@ -52,8 +52,8 @@ def compare_times(name: str, policies: list[str], budgets: list[float], rounds: 
         for budget, limit in limits.items():
             key = f"{policy} {budget:g}"
             engine = following(limit, plans[limit]) if policy == "planned" else recals_with_rngs(limit, policy=policy)
-            by = simulated(record, plans[limit].plan) if policy == "planned" else policy
-            predicted[key] = simulate(record, limit, by).overhead_pct + record.recording_pct
+            plan = plans[limit].plan if policy == "planned" else None
+            predicted[key] = predicted_overhead_pct(record, limit, policy, plan)
             forwards[key], engines[key] = called(task, engine), engine
     forwards["nothing dropped"] = called(task, recals_with_rngs(-1))
     for forward in forwards.values():  # audit, plan

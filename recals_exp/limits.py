@@ -103,21 +103,19 @@ class Limits:
         if limit_bytes < profile.smallest_limit_bytes:
             log.info("no prediction: the smallest limit that works is %d bytes", profile.smallest_limit_bytes)
             return Forecast(strategy)
-        planning_s = None
+        planning_s = plan = None
         if strategy.policy == "planned":
             started = time.perf_counter()
             fit = self._fit
             is_for_peak = fit is not None and fit.plan is not None and fit.limit_bytes == limit_bytes
             step_plan = fit.plan if fit and is_for_peak else plan_step(profile, limit_bytes)
-            predicted = 0.0 if step_plan is None else step_plan.plan.overhead_pct
+            plan = None if step_plan is None else step_plan.plan
             planning_s = time.perf_counter() - started
             log.info("planned in %.2f s", planning_s)
             if step_plan is not None:
                 strategy = self._strategy(plans=(step_plan,))
-        else:
-            predicted = predicted_overhead_pct(record, limit_bytes, strategy.policy)
-        bound = Bounds(record).overhead_pct(limit_bytes)
-        predicted, bound = predicted + record.recording_pct, bound + record.recording_pct
+        predicted = predicted_overhead_pct(record, limit_bytes, strategy.policy, plan)
+        bound = Bounds(record).overhead_pct(limit_bytes) + record.recording_pct
         log.info("predicted overhead: %.1f %% (bound: %.1f %%)", predicted, bound)
         return Forecast(strategy, predicted, bound, planning_s)
 

@@ -4,17 +4,19 @@ Why not the cost model (``costs.py``): it knows the ratio of a matrix product to
 limit will cost *here*, in percent of a step, hangs on this machine's kernels, caches and allocator. Why not a profiler's times of
 forward: a replay pays for its own bookkeeping, and its memory is as cold as it will be.
 
-How: steps in which everything that autograd saves is dropped and, at the first miss, all of it is rebuilt in one replay, whose
-ops are timed one by one. Each such step stands between two plain ones, whose times are the measure, and so does a step in which
-nothing is dropped, which tells what recording costs.
+How: steps in which autograd's values are dropped, all but a few, and rebuilt by parts, whose ops are timed one by one
+(``stopwatch.py``). Each such step stands between two plain ones, whose times are the measure, and so does a step in which nothing is
+dropped, which tells what recording costs.
 
 Rules
 1. Times are taken as shares of the plain steps on either side, so that a machine whose speed drifts gives the same costs. Where those
    two differ, the speed changed in between: of the steps the steadier half counts, and of their shares the median.
-   Recording is the small difference of two large times, so it is looked at twice as often. (The least of each scatters less, but
-   is not what a step takes: where memory lies is part of what recording costs.)
+   Recording is the small difference of two large times: it is looked at twice as often, and forward apart from the rest, as most of it
+   is in forward, where times scatter less. (The least of each scatters less, too, but is not what a step takes: where memory
+   lies is part of what recording costs.)
 2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
-3. An op that never had to be re-run gets its modelled cost, in proportion to the others.
+3. An op that never had to be re-run gets its modelled cost, in proportion to the others. What a timed step takes beside its
+   replays and more than a recorded one is the price of dropping values, in equal parts.
 4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
 5. Measuring takes the memory of a plain step: nothing stays dropped.
 6. On the CPU with one thread, the time that counts is the thread's own: what other programs take of a busy machine is no cost of
@@ -27,21 +29,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from .bare_step import RunStep
-from .graph import Op, Value
-from .policies import Fifo, Policy
+from .policies import Fifo
 from .record import RecordError, TapeRecord
-from .replay import Replayer
+from .stopwatch import RebuildParts, Stopwatch
 
 if TYPE_CHECKING:
-    from .cache import Cache
     from .recals import Recals
 
 T = TypeVar("T")
@@ -50,75 +49,6 @@ COSTS = ("model", "measured")
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 ENOUGH_S = 60.0
 """A round is six steps: two recorded ones, one whose ops are timed, and a plain one after each."""
-
-
-@final
-class RebuildAll(Policy):
-    """Holds nothing in forward; the first miss rebuilds everything."""
-
-    name: ClassVar[str] = "rebuild-all"
-    watches: ClassVar[bool] = False
-
-    def anew(self) -> RebuildAll:
-        return RebuildAll()
-
-    def keeps(self, cache: Cache, value: Value) -> bool:
-        return False
-
-    def victim(self, cache: Cache, incoming: Value) -> Value | None:
-        return None
-
-    def targets(self, cache: Cache, missed: Value) -> Iterable[Value]:
-        return [value for value in cache.live if value.bytes() is None]
-
-    def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
-        return is_target
-
-    def used(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def dropped(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def freed(self, cache: Cache, value: Value) -> None:
-        pass
-
-
-class Stopwatch:
-    """An executor that times every op which another one runs."""
-
-    def __init__(self, replayer: Replayer, device: torch.device) -> None:
-        self._replayer = replayer
-        self._device = device
-        self._last_s = 0.0
-        self.times: dict[int, tuple[str, float]] = {}  # position on the tape -> name, seconds
-
-    @property
-    def flops(self) -> int:
-        return self._replayer.flops
-
-    @flops.setter
-    def flops(self, flops: int) -> None:
-        self._replayer.flops = flops
-
-    def replaying(self) -> AbstractContextManager[None]:
-        return self._timed_from_here()
-
-    @contextmanager
-    def _timed_from_here(self) -> Iterator[None]:
-        with self._replayer.replaying():
-            self._last_s = self._now()
-            yield
-
-    def run(self, op: Op, env: dict[Value, Any], wanted: list[Value], scratch: set[Value]) -> list[Any]:
-        found = self._replayer.run(op, env, wanted, scratch)
-        now = self._now()  # from op to op: what the cache does in between is part of a re-run
-        self.times[op.seq] = (op.name(), self.times.get(op.seq, ("", 0.0))[1] + now - self._last_s)
-        self._last_s = now
-        return found
-
-    def _now(self) -> float:
-        return now_s(self._device)
 
 
 def with_measured_costs(
@@ -144,23 +74,23 @@ def with_measured_costs(
     """
     # One for all rounds: what it learns of ops in its first step is no cost of the others.
     recorder = recals.unlimited(Fifo())
-    plain: list[tuple[float, float]] = []  # seconds of a step, and of forward in it
-    recorded: list[Beside[float]] = []
-    timed: list[Beside[dict[int, float]]] = []
+    plain: list[StepTimes] = []
+    recorded: list[Beside[StepTimes]] = []
+    timed: list[Beside[TimedStep]] = []
 
     def plain_step() -> float:
-        plain.append(_between_collections(lambda: _step(run, None, device), reset))
-        return plain[-1][0]
+        plain.append(_between_collections(lambda: _run(run, None, device), reset))
+        return plain[-1].step_s
 
     def take(step: Callable[[], T], steps: list[Beside[T]]) -> None:
-        before_s = plain[-1][0]
+        before_s = plain[-1].step_s
         taken = _between_collections(step, reset)
         steps.append(Beside(taken, before_s, plain_step()))
 
     def one_round() -> None:
-        take(lambda: _step(run, recorder, device)[0], recorded)
-        take(lambda: _timed_step(recals, record, run, device), timed)
-        take(lambda: _step(run, recorder, device)[0], recorded)
+        take(lambda: _run(run, recorder, device), recorded)
+        take(lambda: _timed_step(recals, record, run, device, part=len(timed)), timed)
+        take(lambda: _run(run, recorder, device), recorded)
 
     gc.collect()
     plain_step()
@@ -169,27 +99,81 @@ def with_measured_costs(
     begin = time.perf_counter()
     while len(timed) < LEAST_ROUNDS or (len(timed) < MOST_ROUNDS and time.perf_counter() - begin < enough_s):
         one_round()
-    step_s = statistics.median(step_s for step_s, _ in plain)
+    return _evaluated(record, device, plain, recorded, timed)
+
+
+def _evaluated(
+    record: TapeRecord,
+    device: torch.device,
+    plain: Sequence[StepTimes],
+    recorded: Sequence[Beside[StepTimes]],
+    timed: Sequence[Beside[TimedStep]],
+) -> TapeRecord:
+    step_s = statistics.median(step.step_s for step in plain)
+    forward_share = statistics.median(step.forward_s / step.step_s for step in plain)
+
     steady = steadier_half(timed)
-    seconds = {
-        op: step_s * statistics.median(each.taken[op] / each.plain_s for each in steady) for op in steady[0].taken
-    }
-    modelled = sum(record.ops[op].cost for op in seconds)
-    scale = sum(seconds.values()) / modelled if modelled else 0.0
-    forward_s = step_s * statistics.median(forward_s / step_s for step_s, forward_s in plain)
-    recording_share = statistics.median(each.taken / each.plain_s for each in steadier_half(recorded)) - 1
+    shares = {**_shares(timed), **_shares(steady)}  # of an op that no steady step re-ran, any will do
+    seconds_of = {op: step_s * statistics.median(found) for op, found in shares.items()}
+    modelled = sum(record.ops[op].cost for op in seconds_of)
+    scale = sum(seconds_of.values()) / modelled if modelled else 0.0
+
+    recorded = steadier_half(recorded)
+    forward, rest = (
+        statistics.median(each.taken.forward_s / each.plain_s for each in recorded),
+        statistics.median(each.taken.rest_s / each.plain_s for each in recorded),
+    )
+    recording = forward + rest - 1
+    dropping = (
+        statistics.median(each.taken.times.forward_s / each.plain_s for each in steady)
+        + statistics.median((each.taken.times.rest_s - each.taken.replays_s) / each.plain_s for each in steady)
+        - (forward + rest)
+    )
+    dropped_values = max(1, max(each.taken.dropped_values for each in timed))
     return replace(
         record,
         cost_unit="s",
         device=str(device),
         ops=tuple(
-            replace(op, cost=seconds.get(i, scale * op.cost), model_cost=op.decision_cost)
+            replace(op, cost=seconds_of.get(i, scale * op.cost), model_cost=op.decision_cost)
             for i, op in enumerate(record.ops)
         ),
-        forward_cost=forward_s,
-        backward_cost=step_s - forward_s,
-        recording_cost=max(0.0, step_s * recording_share),
+        forward_cost=step_s * forward_share,
+        backward_cost=step_s * (1 - forward_share),
+        recording_cost=max(0.0, step_s * recording),
+        drop_cost=max(0.0, step_s * dropping) / dropped_values,
     )
+
+
+def _shares(steps: Sequence[Beside[TimedStep]]) -> dict[int, list[float]]:
+    """By op, its times as shares of the plain steps beside it."""
+    shares: dict[int, list[float]] = {}
+    for each in steps:
+        for op, seconds in each.taken.ops_s.items():
+            shares.setdefault(op, []).append(seconds / each.plain_s)
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step: of the model's call, and of all the rest."""
+
+    forward_s: float
+    rest_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.rest_s
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step in which values were dropped and rebuilt."""
+
+    times: StepTimes
+    ops_s: dict[int, float]  # by their place in the record, of one run
+    replays_s: float
+    dropped_values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +213,8 @@ def _between_collections(step: Callable[[], T], reset: Callable[[], None]) -> T:
             gc.enable()
 
 
-def _step(run: RunStep, recals: Recals | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of a step, and of the model's call in it. None: a plain step."""
+def _run(run: RunStep, recals: Recals | None, device: torch.device) -> StepTimes:
+    """One step. None: a plain one."""
     forward_s = 0.0
 
     def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,27 +229,23 @@ def _step(run: RunStep, recals: Recals | None, device: torch.device) -> tuple[fl
 
     begin = now_s(device)
     run(wrap)
-    return now_s(device) - begin, forward_s
+    return StepTimes(forward_s, now_s(device) - begin - forward_s)
 
 
-def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.device) -> dict[int, float]:
-    """Seconds of each op that was re-run, by its place in the record."""
-    timed = recals.unlimited(RebuildAll())
-    watch = Stopwatch(timed.replayer, device)
+def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.device, part: int) -> TimedStep:
+    watch = Stopwatch(lambda: now_s(device))
+    timed = recals.unlimited(RebuildParts(part, watch))
+    watch.replayer = timed.replayer
     timed.cache.executor = watch
-
-    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: timed(fn, *args, **kwargs)
-
-    run(wrap)
-    for place, (name, _) in watch.times.items():
+    times = _run(run, timed, device)
+    for place, name in watch.names.items():
         known = record.ops[place].name if place < len(record.ops) else "nothing"
         if name != known:
             raise RecordError(
                 f"op {place} of the step was {known} when it was recorded and {name} when it was timed: the step does not repeat "
                 "itself, so its costs cannot be measured; use costs='model'"
             )
-    return {place: seconds for place, (_, seconds) in watch.times.items()}
+    return TimedStep(times, watch.seconds_per_run(), watch.replays_s, timed.stats.dropped_values)
 
 
 def now_s(device: torch.device) -> float:

@@ -6,7 +6,8 @@ proved, and the step's memory is put together as ``step_memory.py`` says.
 
 Rules
 1. A budget is a fraction in (0, 1] of what the step caches with no limit, or bytes; rows carry both.
-2. Overheads are percent of one plain step in the record's cost unit (``record.py``).
+2. Overheads are percent of one plain step in the record's cost unit (``record.py``). With measured costs they count what recording
+   and dropping take beside the ops that are re-run; the bound then counts recording, too, which no policy is spared.
 3. What no limit can do is refused, with the smallest that works: a value that does not fit, or pinned bytes.
 4. ``planned`` costs planning time: ``effort`` scales it (1: what the engine spends on a plan). More effort never costs more.
 """
@@ -25,7 +26,7 @@ from .measured import COSTS, with_measured_costs
 from .policies import POLICIES, Fifo, Planned, Policy
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
-from .simulate import following, pinned_bytes, rivals_of, simulate
+from .simulate import Simulation, following, pinned_bytes, rivals_of, simulate
 from .sizes import format_bytes, parse_bytes
 from .step_memory import LiveBytes, StepMemory, step_memory
 from .trace import Trace
@@ -67,7 +68,7 @@ class PredictionRow:
     policy: str
     budget: float  # cache_limit_bytes as a fraction of what the step caches with no limit
     cache_limit_bytes: int
-    predicted_overhead_pct: float  # cost of re-run ops, percent of a plain step
+    predicted_overhead_pct: float  # percent of a plain step: re-run ops, and with measured costs what the engine takes
     bound_overhead_pct: float  # no policy costs less
     documented_overhead_pct: float  # (1/budget - 1)/6: FIFO on equal layers
     peak_memory_bytes: int  # of the whole step: resident + beside the cache + cache + working set
@@ -229,8 +230,8 @@ def predict(
                     policy=name,
                     budget=fraction,
                     cache_limit_bytes=limit,
-                    predicted_overhead_pct=simulate(profile.record, limit, policy()).overhead_pct,
-                    bound_overhead_pct=bounds.overhead_pct(limit),
+                    predicted_overhead_pct=_total_pct(simulate(profile.record, limit, policy())),
+                    bound_overhead_pct=bounds.overhead_pct(limit) + profile.record.recording_pct,
                     documented_overhead_pct=documented_overhead_pct(fraction),
                     peak_memory_bytes=profile.memory.peak_bytes(profile.record, limit, policy()),
                 )
@@ -271,12 +272,24 @@ class Bounds:
         return self._known[limit_bytes]
 
 
-def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: str) -> float:
-    """What ``policy`` costs within one limit, by the plan that the engine itself would make."""
+def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: str, plan: Plan | None = None) -> float:
+    """What a step within one limit takes more than a plain one, in percent: re-run ops, and with measured costs the engine itself.
+
+    ``plan``: what ``planned`` follows; without one, the plan that the engine itself would make.
+    """
     if limit_bytes is None:
-        return 0.0
-    (bound,) = _bind(record, policy, [limit_bytes], effort=1.0)
-    return simulate(record, limit_bytes, bound()).overhead_pct
+        return record.recording_pct
+    bound: Policy
+    if plan is not None:
+        bound = following(record, plan)
+    else:
+        (make,) = _bind(record, policy, [limit_bytes], effort=1.0)
+        bound = make()
+    return _total_pct(simulate(record, limit_bytes, bound))
+
+
+def _total_pct(done: Simulation) -> float:
+    return done.overhead_pct + done.engine_pct
 
 
 def totals_of(profile: Profile) -> Totals:

@@ -87,6 +87,7 @@ class TapeRecord:
     forward_cost: float
     backward_cost: float  # 2 * forward_cost in the default model
     recording_cost: float = 0.0  # what recording adds to a step in which nothing is re-run; 0 in the model
+    drop_cost: float = 0.0  # what dropping a value and handing it out again adds beside the ops; 0 in the model
     pinned_bytes: int = 0  # the most held at once because it cannot be rebuilt, whether autograd saved it or not
     format_version: int = FORMAT_VERSION
 
@@ -125,7 +126,11 @@ class TapeRecord:
     @property
     def recording_pct(self) -> float:
         """What every policy pays beside re-running, as a percentage of one plain step."""
-        return self.overhead_pct(self.recording_cost)
+        return self.engine_pct(0)
+
+    def engine_pct(self, dropped_values: int) -> float:
+        """What a policy that drops so many values pays beside re-running, as a percentage of one plain step."""
+        return self.overhead_pct(self.recording_cost + dropped_values * self.drop_cost)
 
     def overhead_pct(self, rerun_cost: float) -> float:
         """Cost of re-run ops as a percentage of one plain step."""
@@ -143,6 +148,7 @@ class TapeRecord:
                 "forward_cost": self.forward_cost,
                 "backward_cost": self.backward_cost,
                 "recording_cost": self.recording_cost,
+                "drop_cost": self.drop_cost,
                 "pinned_bytes": self.pinned_bytes,
                 "values": [[v.nbytes, v.producer, v.saved, v.pinned, v.external, v.layer] for v in self.values],
                 "ops": [
@@ -179,6 +185,7 @@ class TapeRecord:
             forward_cost=data["forward_cost"],
             backward_cost=data["backward_cost"],
             recording_cost=data["recording_cost"],
+            drop_cost=data.get("drop_cost", 0.0),  # not in older records
             pinned_bytes=data["pinned_bytes"],
         )
 

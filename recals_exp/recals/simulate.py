@@ -29,6 +29,7 @@ class Simulation:
     policy: str
     limit_bytes: int | None
     overhead_pct: float  # cost of re-run ops, percent of a plain step
+    engine_pct: float  # what the engine itself takes beside them, percent of a plain step; 0 in the model
     rerun_cost: float  # in the record's cost unit
     rerun_ops: tuple[int, ...]  # ids, in the order in which they re-ran
     dropped_values: int
@@ -168,6 +169,7 @@ def simulate(
         policy=chosen.name,
         limit_bytes=limit_bytes,
         overhead_pct=record.overhead_pct(adder.cost),
+        engine_pct=record.engine_pct(cache.dropped_values),
         rerun_cost=adder.cost,
         rerun_ops=tuple(adder.ops),
         dropped_values=cache.dropped_values,
