@@ -16,7 +16,7 @@ from recals_exp.meters.steps import Forward, StartingState, unique_storage_bytes
 from recals_exp.meters.timing import median_interval, steady_process
 from recals_exp.predict import profile_training_step
 from recals_exp.recals import Recals, StepPlan, recals_with_rngs
-from recals_exp.recals.measured import Beside, now_s, steadier_half
+from recals_exp.recals.measured import ENOUGH_S, Beside, now_s, steadier_half
 from recals_exp.recals.policies import Planned
 from recals_exp.recals.prediction import Profile
 
@@ -41,10 +41,10 @@ def start(training: Training) -> StartingState:
     return StartingState(training.step, 0)
 
 
-def profile_of(training: Training, state: StartingState, costs: str) -> Profile:
+def profile_of(training: Training, state: StartingState, costs: str, enough_s: float = ENOUGH_S) -> Profile:
     recals = recals_with_rngs(-1)
     recals.audit(training.step.model, training.batch[0])
-    return profile_training_step(training.step, state, recals, training.batch, costs)
+    return profile_training_step(training.step, state, recals, training.batch, costs, enough_s)
 
 
 def following(limit_bytes: int, step_plan: StepPlan) -> Recals:

@@ -29,6 +29,8 @@ CLOSE_POINTS = 3.0
 CLOSE_SHARE = 0.05
 PEAK_BUDGETS = (0.125, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 0.95)
 SAMPLES = {"gpt": 1}
+MEASURING_S = 120.0
+"""Of costs: twice what a run takes for it; on a noisy machine recording, a few percent of a step, takes that to be known."""
 
 
 def plans_of(profile: Profile, limits: list[int], effort: float) -> dict[int, StepPlan]:
@@ -42,7 +44,7 @@ def plans_of(profile: Profile, limits: list[int], effort: float) -> dict[int, St
 def compare_times(name: str, policies: list[str], budgets: list[float], rounds: int, effort: float) -> list[str]:
     task = training(name, SAMPLES.get(name))
     state = start(task)
-    profile = profile_of(task, state, "measured")
+    profile = profile_of(task, state, "measured", MEASURING_S)
     record = profile.record
     limits = {budget: int(budget * profile.cache_total_bytes) for budget in budgets}
     plans = plans_of(profile, list(limits.values()), effort)
@@ -121,7 +123,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="*", choices=NETWORKS)
     parser.add_argument("--policies", nargs="*", default=["planned"])
     parser.add_argument("--budgets", nargs="+", type=float)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--effort", type=float, default=0.25)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

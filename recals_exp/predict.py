@@ -30,6 +30,7 @@ from recals_exp.meters.heap import freed_memory_kept
 from recals_exp.meters.memory import step_peak_bytes
 from recals_exp.meters.steps import StartingState, TrainStep, unique_storage_bytes
 from recals_exp.recals import Prediction, PredictionRow, Recals, StepPlan, format_bytes, format_prediction
+from recals_exp.recals.measured import ENOUGH_S
 from recals_exp.recals.peaks import plan_for_peak
 from recals_exp.recals.prediction import Profile, profile_run
 from recals_exp.recals.simulate import pinned_bytes
@@ -72,7 +73,12 @@ def amid_training(step: TrainStep, batch: tuple[Tensor, Tensor], seed: int) -> I
 
 
 def profile_training_step(
-    step: TrainStep, state: StartingState, recals: Recals, batch: tuple[Tensor, Tensor], costs: str = "model"
+    step: TrainStep,
+    state: StartingState,
+    recals: Recals,
+    batch: tuple[Tensor, Tensor],
+    costs: str = "model",
+    enough_s: float = ENOUGH_S,
 ) -> Profile:
     """One step (forward, loss, backward, optimizer) with nothing dropped: its record, and its memory beside the cache."""
     state.restore()
@@ -85,6 +91,7 @@ def profile_training_step(
             resident,
             reset=state.restore,
             costs=costs,
+            enough_s=enough_s,
         )
 
 

@@ -4,9 +4,9 @@ Why not the cost model (``costs.py``): it knows the ratio of a matrix product to
 limit will cost *here*, in percent of a step, hangs on this machine's kernels, caches and allocator. Why not a profiler's times of
 forward: a replay pays for its own bookkeeping, and its memory is as cold as it will be.
 
-How: steps in which autograd's values are dropped, all but a few, and rebuilt by parts, whose ops are timed one by one
-(``stopwatch.py``). Each such step stands between two plain ones, whose times are the measure, and so does a step in which nothing is
-dropped, which tells what recording costs.
+How: the engine follows a plan, as it will, in which autograd's values are dropped, all but a few, and rebuilt by parts, whose ops are
+timed one by one (``stopwatch.py``). Each such step stands between two plain ones, whose times are the measure, and so does a step in
+which nothing is dropped, which tells what recording costs.
 
 Rules
 1. Times are taken as shares of the plain steps on either side, so that a machine whose speed drifts gives the same costs. Where those
@@ -29,24 +29,29 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from .bare_step import RunStep
-from .policies import Fifo
+from .policies import Fifo, Planned
 from .record import RecordError, TapeRecord
-from .stopwatch import RebuildParts, Stopwatch
+from .simulate import plan_of
+from .stopwatch import PART, RebuildParts, Stopwatch
+from .structure import step_key
 
 if TYPE_CHECKING:
+    from .planning.plan import Plan
     from .recals import Recals
 
 T = TypeVar("T")
+_NO_LIMIT = 1 << 62
 
 COSTS = ("model", "measured")
-LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 ENOUGH_S = 60.0
 """A round is six steps: two recorded ones, one whose ops are timed, and a plain one after each."""
 
@@ -72,41 +77,78 @@ def with_measured_costs(
     Raises:
         RecordError: a timed step ran other ops than the recorded one (rule 2).
     """
-    # One for all rounds: what it learns of ops in its first step is no cost of the others.
-    recorder = recals.unlimited(Fifo())
+    plans = [plan_of(record, _NO_LIMIT, policy) for policy in (Fifo(), *map(RebuildParts, range(PART)))]
+    engines = [_Follower(recals, record, plan) for plan in plans]
     plain: list[StepTimes] = []
-    recorded: list[Beside[StepTimes]] = []
+    recorded: list[Beside[TimedStep]] = []
     timed: list[Beside[TimedStep]] = []
 
     def plain_step() -> float:
         plain.append(_between_collections(lambda: _run(run, None, device), reset))
         return plain[-1].step_s
 
-    def take(step: Callable[[], T], steps: list[Beside[T]]) -> None:
+    def take(step: Callable[[], TimedStep], steps: list[Beside[TimedStep]]) -> None:
         before_s = plain[-1].step_s
         taken = _between_collections(step, reset)
         steps.append(Beside(taken, before_s, plain_step()))
 
-    def one_round() -> None:
-        take(lambda: _run(run, recorder, device), recorded)
-        take(lambda: _timed_step(recals, record, run, device, part=len(timed)), timed)
-        take(lambda: _run(run, recorder, device), recorded)
-
+    recorder, watched = engines[0], engines[1:]
     gc.collect()
+    for engine in engines:  # to warm up
+        _between_collections(partial(engine.step, run, device), reset)
     plain_step()
-    one_round()  # warms up
-    del plain[:-1], recorded[:], timed[:]
     begin = time.perf_counter()
     while len(timed) < LEAST_ROUNDS or (len(timed) < MOST_ROUNDS and time.perf_counter() - begin < enough_s):
-        one_round()
+        take(partial(recorder.step, run, device), recorded)
+        take(partial(watched[len(timed) % PART].step, run, device), timed)
+        take(partial(recorder.step, run, device), recorded)
     return _evaluated(record, device, plain, recorded, timed)
+
+
+class _Follower:
+    """Runs steps that follow a plan, with a stopwatch in their replays."""
+
+    def __init__(self, recals: Recals, record: TapeRecord, plan: Plan) -> None:
+        self._policy = Planned()
+        self._record, self._plan = record, plan
+        self._recals = recals.unlimited(self._policy)
+        self._replayer = self._recals.replayer
+        self._key: Hashable = None
+
+    def step(self, run: RunStep, device: torch.device) -> TimedStep:
+        watch = Stopwatch(self._replayer, lambda: now_s(device))
+        self._recals.cache.executor = watch
+        self._recals.reset_stats()
+        times = _run(run, self, device)
+        if self._policy.steps_departed:
+            raise RecordError(
+                "a step saved other values than the recorded one: it does not repeat itself, so its costs cannot be measured; use "
+                "costs='model'"
+            )
+        ops_s: dict[int, float] = {}
+        for seq, seconds in watch.seconds_per_run().items():
+            place = seq - self._policy.first_seq
+            known = self._record.ops[place].name if 0 <= place < len(self._record.ops) else "nothing"
+            if watch.names[seq] != known:
+                raise RecordError(
+                    f"op {place} of the step was {known} when it was recorded and {watch.names[seq]} when it was timed: the step "
+                    "does not repeat itself, so its costs cannot be measured; use costs='model'"
+                )
+            ops_s[place] = seconds
+        return TimedStep(times, ops_s, watch.replays_s, self._recals.stats.dropped_values)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._key is None:
+            self._key = step_key(fn, args, kwargs)
+            self._policy.install(self._key, self._record, self._plan)
+        return self._recals(fn, *args, **kwargs)
 
 
 def _evaluated(
     record: TapeRecord,
     device: torch.device,
     plain: Sequence[StepTimes],
-    recorded: Sequence[Beside[StepTimes]],
+    recorded: Sequence[Beside[TimedStep]],
     timed: Sequence[Beside[TimedStep]],
 ) -> TapeRecord:
     step_s = statistics.median(step.step_s for step in plain)
@@ -118,17 +160,8 @@ def _evaluated(
     modelled = sum(record.ops[op].cost for op in seconds_of)
     scale = sum(seconds_of.values()) / modelled if modelled else 0.0
 
-    recorded = steadier_half(recorded)
-    forward, rest = (
-        statistics.median(each.taken.forward_s / each.plain_s for each in recorded),
-        statistics.median(each.taken.rest_s / each.plain_s for each in recorded),
-    )
-    recording = forward + rest - 1
-    dropping = (
-        statistics.median(each.taken.times.forward_s / each.plain_s for each in steady)
-        + statistics.median((each.taken.times.rest_s - each.taken.replays_s) / each.plain_s for each in steady)
-        - (forward + rest)
-    )
+    recording = _without_replays(steadier_half(recorded)) - 1
+    dropping = _without_replays(steady) - 1 - recording
     dropped_values = max(1, max(each.taken.dropped_values for each in timed))
     return replace(
         record,
@@ -143,6 +176,13 @@ def _evaluated(
         recording_cost=max(0.0, step_s * recording),
         drop_cost=max(0.0, step_s * dropping) / dropped_values,
     )
+
+
+def _without_replays(steps: Sequence[Beside[TimedStep]]) -> float:
+    """A step without its replays, as a share of the plain steps beside it; forward apart from the rest (rule 1)."""
+    forward = statistics.median(each.taken.times.forward_s / each.plain_s for each in steps)
+    rest = statistics.median((each.taken.times.rest_s - each.taken.replays_s) / each.plain_s for each in steps)
+    return forward + rest
 
 
 def _shares(steps: Sequence[Beside[TimedStep]]) -> dict[int, list[float]]:
@@ -213,7 +253,7 @@ def _between_collections(step: Callable[[], T], reset: Callable[[], None]) -> T:
             gc.enable()
 
 
-def _run(run: RunStep, recals: Recals | None, device: torch.device) -> StepTimes:
+def _run(run: RunStep, engine: _Follower | None, device: torch.device) -> StepTimes:
     """One step. None: a plain one."""
     forward_s = 0.0
 
@@ -221,7 +261,7 @@ def _run(run: RunStep, recals: Recals | None, device: torch.device) -> StepTimes
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal forward_s
             begin = now_s(device)
-            out = fn(*args, **kwargs) if recals is None else recals(fn, *args, **kwargs)
+            out = fn(*args, **kwargs) if engine is None else engine(fn, *args, **kwargs)
             forward_s += now_s(device) - begin
             return out
 
@@ -230,22 +270,6 @@ def _run(run: RunStep, recals: Recals | None, device: torch.device) -> StepTimes
     begin = now_s(device)
     run(wrap)
     return StepTimes(forward_s, now_s(device) - begin - forward_s)
-
-
-def _timed_step(recals: Recals, record: TapeRecord, run: RunStep, device: torch.device, part: int) -> TimedStep:
-    watch = Stopwatch(lambda: now_s(device))
-    timed = recals.unlimited(RebuildParts(part, watch))
-    watch.replayer = timed.replayer
-    timed.cache.executor = watch
-    times = _run(run, timed, device)
-    for place, name in watch.names.items():
-        known = record.ops[place].name if place < len(record.ops) else "nothing"
-        if name != known:
-            raise RecordError(
-                f"op {place} of the step was {known} when it was recorded and {name} when it was timed: the step does not repeat "
-                "itself, so its costs cannot be measured; use costs='model'"
-            )
-    return TimedStep(times, watch.seconds_per_run(), watch.replays_s, timed.stats.dropped_values)
 
 
 def now_s(device: torch.device) -> float:

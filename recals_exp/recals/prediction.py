@@ -22,7 +22,7 @@ import torch
 
 from .bare_step import BareStep, RunStep
 from .errors import CacheLimitError
-from .measured import COSTS, with_measured_costs
+from .measured import COSTS, ENOUGH_S, with_measured_costs
 from .policies import POLICIES, Fifo, Planned, Policy
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
@@ -134,6 +134,7 @@ def profile_run(
     *,
     reset: Callable[[], None] = lambda: None,
     costs: str = "model",
+    enough_s: float = ENOUGH_S,
 ) -> Profile:
     """Watch one training step with nothing dropped.
 
@@ -144,6 +145,7 @@ def profile_run(
         resident_bytes: there before the step and throughout.
         reset: puts the state back that ``run`` starts from; called before every further step.
         costs: ``"model"``, or ``"measured"``: more steps are run, and timed (``measured.py``).
+        enough_s: for how long.
     """
     if costs not in COSTS:
         raise ValueError(f"costs={costs!r} is not known; there are: {', '.join(COSTS)}")
@@ -166,7 +168,7 @@ def profile_run(
     record = record_of(trace, device.type, watched.cache.peak_pinned_bytes)
     memory = step_memory(record, live, resident_bytes)
     if costs == "measured":
-        record = with_measured_costs(recals, record, run, device, reset)
+        record = with_measured_costs(recals, record, run, device, reset, enough_s)
     return Profile(record, memory)
 
 

@@ -24,11 +24,10 @@ PART = 4
 class Stopwatch:
     """An executor that times every op which another one runs."""
 
-    replayer: Replayer
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, replayer: Replayer, now_s: Callable[[], float]) -> None:
+        self.replayer = replayer
         self.now_s = now_s
-        self.names: dict[int, str] = {}  # by place on the tape
+        self.names: dict[int, str] = {}  # by number of the op
         self.replays_s = 0.0
         self._runs: dict[int, list[float]] = {}
         self._last_s = 0.0
@@ -41,16 +40,12 @@ class Stopwatch:
     def flops(self, flops: int) -> None:
         self.replayer.flops = flops
 
-    def missed(self) -> None:
-        """A replay is about to begin: to find out what it takes is a part of it."""
-        self._last_s = self.now_s()
-
     def replaying(self) -> AbstractContextManager[None]:
         return self._timed()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        begin_s = self._last_s
+        begin_s = self._last_s = self.now_s()
         with self.replayer.replaying():
             yield
         self.replays_s += self.now_s() - begin_s
@@ -64,24 +59,26 @@ class Stopwatch:
         return found
 
     def seconds_per_run(self) -> dict[int, float]:
-        """By place on the tape; an op may have run for several parts."""
-        return {place: sum(runs) / len(runs) for place, runs in self._runs.items()}
+        """By number of the op, which may have run for several parts."""
+        return {seq: sum(runs) / len(runs) for seq, runs in self._runs.items()}
 
 
 @final
 class RebuildParts(Policy):
-    """Of every `PART` saved values one is held; a miss rebuilds the others of its part. ``shift`` chooses which one."""
+    """Of every `PART` saved values one is held; a miss rebuilds the others of its part. ``shift`` chooses which one.
+
+    For `plan_of`: the engine then follows what this does on a record.
+    """
 
     name: ClassVar[str] = "rebuild-parts"
     watches: ClassVar[bool] = False
 
-    def __init__(self, shift: int, watch: Stopwatch) -> None:
+    def __init__(self, shift: int) -> None:
         self._shift = shift
-        self._watch = watch
         self._saved = shift
 
     def anew(self) -> RebuildParts:
-        return RebuildParts(self._shift, self._watch)
+        return RebuildParts(self._shift)
 
     def keeps(self, cache: Cache, value: Value) -> bool:
         self._saved += 1
@@ -92,7 +89,6 @@ class RebuildParts(Policy):
         return None
 
     def targets(self, cache: Cache, missed: Value) -> Iterable[Value]:
-        self._watch.missed()
         return [value for value in cache.live if value.note == missed.note and value.bytes() is None]
 
     def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:

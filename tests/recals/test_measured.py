@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from recals_exp.recals import recals_with_rngs
+from recals_exp.recals import Recals, recals_with_rngs
 from recals_exp.recals.measured import Beside, steadier_half
+from recals_exp.recals.record import RecordError
+from recals_exp.recals.stopwatch import PART, RebuildParts, Stopwatch
 
 
 def test_the_share_is_of_both_neighbours() -> None:
@@ -37,3 +40,51 @@ def test_no_garbage_is_collected_within_a_step_and_the_collector_comes_back() ->
     assert gc.isenabled()
     assert seen.count(False) > 40
     assert all(seen[: seen.index(False)])  # what is not timed is left as it is
+
+
+# -- the stopwatch -----------------------------------------------------------------------------------------------------
+
+
+def chain(n: int) -> nn.Sequential:
+    return nn.Sequential(*[layer for _ in range(n) for layer in (nn.Linear(4, 4), nn.Tanh())])
+
+
+def watched(shift: int, x: Tensor) -> tuple[Stopwatch, Recals]:
+    clock = itertools.count()
+    recals = recals_with_rngs(-1).unlimited(RebuildParts(shift))
+    watch = recals.cache.executor = Stopwatch(recals.replayer, lambda: float(next(clock)))
+    recals(chain(8), x).sum().backward()
+    return watch, recals
+
+
+def test_all_but_one_of_each_part_are_rebuilt_together() -> None:
+    _, recals = watched(0, torch.randn(2, 4))
+    stats = recals.stats
+    assert (stats.dropped_values, stats.recomputed_values) == (6, 6)  # of 8: the fourth and the eighth stay
+    assert stats.replays == 2
+
+
+def test_between_them_the_shifts_time_every_op() -> None:
+    x = torch.randn(2, 4)
+    places = [set(watched(shift, x)[0].seconds_per_run()) for shift in range(PART)]
+    assert set().union(*places) == set(range(16))
+    assert all(len(found) < 16 for found in places)
+
+
+def test_an_op_takes_from_the_end_of_the_one_before_and_a_replay_from_its_miss() -> None:
+    watch, recals = watched(0, torch.randn(2, 4))
+    assert set(watch.seconds_per_run().values()) == {1.0}  # of a clock that counts how often it is read
+    assert watch.replays_s == recals.stats.recomputed_ops + recals.stats.replays
+
+
+def test_a_step_that_does_not_repeat_itself_is_refused() -> None:
+    class Net(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Net.calls += 1
+            out = super().forward(x).tanh()
+            return out if Net.calls < 4 else torch.cat([out, out]).sigmoid()
+
+    with pytest.raises(RecordError, match="does not repeat itself, so its costs cannot be measured; use costs='model'"):
+        recals_with_rngs(-1).profile(Net(4, 4), torch.randn(2, 4), costs="measured")

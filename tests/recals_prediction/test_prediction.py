@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ from recals_exp.recals.graph import Value
 from recals_exp.recals.planning.checker import check
 from recals_exp.recals.planning.planner import make_plan
 from recals_exp.recals.policies import Planned
-from recals_exp.recals.prediction import Bounds, documented_overhead_pct, knee, predict, profile_call
+from recals_exp.recals.prediction import (
+    Bounds,
+    documented_overhead_pct,
+    knee,
+    predict,
+    predicted_overhead_pct,
+    profile_call,
+)
 from recals_exp.recals.record import OpRecord, ValueRecord
 from recals_exp.recals.simulate import following, simulate
 from recals_exp.recals.step_memory import LiveBytes, StepMemory, step_memory
@@ -307,3 +315,33 @@ def test_the_table_says_every_column_the_knees_and_the_limits(prediction: Predic
     assert knees.startswith("knee: fifo ")
     assert "the smallest limit that works is 64.0 KiB" in sizes
     assert dataclasses.astuple(prediction.knee("fifo")) in [dataclasses.astuple(row) for row in prediction.rows]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "dtr"])
+def test_measured_costs_count_what_the_engine_takes(prediction: Prediction, policy: str) -> None:
+    profile = prediction.profile
+    step = profile.record.step_cost
+    record = dataclasses.replace(profile.record, recording_cost=0.05 * step, drop_cost=0.001 * step)
+    limit = int(0.3 * prediction.cache_total_bytes)
+    done = simulate(profile.record, limit, policy)
+    assert done.engine_pct == 0.0  # the model knows nothing of it
+    assert done.dropped_values > 0
+    expected = done.overhead_pct + 5 + 0.1 * done.dropped_values
+    assert predicted_overhead_pct(record, limit, policy) == pytest.approx(expected)
+    assert predicted_overhead_pct(record, None, policy) == pytest.approx(5)
+    (row,) = predict(dataclasses.replace(profile, record=record), [limit / prediction.cache_total_bytes], [policy]).rows
+    assert row.predicted_overhead_pct == pytest.approx(expected)
+    assert row.bound_overhead_pct == pytest.approx(Bounds(profile.record).overhead_pct(row.cache_limit_bytes) + 5)
+
+
+def test_a_plan_at_hand_is_predicted_as_it_is(prediction: Prediction) -> None:
+    record = prediction.profile.record
+    limit = int(0.4 * prediction.cache_total_bytes)
+    plan = make_plan(record, limit, effort=0.1).plan
+    assert predicted_overhead_pct(record, limit, "planned", plan) == pytest.approx(plan.overhead_pct)
+
+
+def test_a_record_without_the_cost_of_dropping_is_read(prediction: Prediction) -> None:
+    data = json.loads(prediction.profile.record.to_json())
+    del data["drop_cost"]
+    assert TapeRecord.from_json(json.dumps(data)) == prediction.profile.record

@@ -242,6 +242,11 @@ class Planned(StepPolicy):
         routes = [kind.route for kind in self._kinds.values() if kind.route is not None]
         return self._route or (routes[-1] if routes else None)
 
+    @property
+    def first_seq(self) -> int:
+        """The number of the first op of the present step, or of the last one."""
+        return self._first_seq
+
     # -- decisions ----------------------------------------------------------------------------------------------
 
     def anew(self) -> Planned:
