@@ -49,10 +49,11 @@ def measure_estimate(
     overhead_pct, peak_bytes = None, plain_bytes
     if profile is not None:
         policy = "dtr" if config.policy == "planned" else config.policy  # a plan takes longer than an estimate may
-        overhead_pct = 0.0 if limit_bytes is None else predicted_overhead_pct(profile.record, limit_bytes, policy)
+        overhead_pct = predicted_overhead_pct(profile.record, limit_bytes, policy)
         peak_bytes = profile.memory.peak_bytes(profile.record, limit_bytes, policy)
     step_s = min(times)
-    wrapped_s = step_s * RECORDING * (1 + (overhead_pct or 0.0) / 100)
+    is_measured = profile is not None and profile.record.cost_unit == "s"  # then recording is in the prediction
+    wrapped_s = step_s * (1.0 if is_measured else RECORDING) * (1 + (overhead_pct or 0.0) / 100)
     both = config.warmup_steps + config.timing_pairs
     job_s = so_far_s + step_s * (_PLAIN_STEPS + both) + wrapped_s * (_WRAPPED_STEPS + both + config.train_steps)
     return Estimate(step_s, job_s, plain_bytes, peak_bytes, limit_bytes, overhead_pct)

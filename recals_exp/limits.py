@@ -95,11 +95,13 @@ class Limits:
         """What a step under `limit_bytes` will cost. A plan that is made for it comes back in the strategy."""
         if not strategy.uses_budget:
             return Forecast(strategy)
-        if limit_bytes is None:
+        if limit_bytes is None and self.config.costs == "model":
             return Forecast(strategy, predicted_pct=0.0, bound_pct=0.0)
         with amid_training(step, batch, self.config.seed) as state:
             profile = self.profile(step, state, batch)
         record = profile.record
+        if limit_bytes is None:
+            return Forecast(strategy, record.recording_pct, record.recording_pct)
         if limit_bytes < profile.smallest_limit_bytes:
             log.info("no prediction: the smallest limit that works is %d bytes", profile.smallest_limit_bytes)
             return Forecast(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -62,7 +63,14 @@ def test_the_python_in_the_docs_runs(path: str, tmp_path: Path) -> None:
     for number, code in enumerate(scripts_of(path)):
         script = tmp_path / f"documented_{number}.py"
         script.write_text(NAMES + code, encoding="utf-8")
-        ran = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},  # this tree's, whatever is installed
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert ran.returncode == 0, ran.stderr[-3000:]
 
 

@@ -24,12 +24,15 @@ _depth = 0
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Inside, memory that was freed stays with the process; at the end it goes back to the system. May be nested."""
+    """Inside, memory that was freed stays with the process; at the end it goes back to the system. May be nested.
+
+    From then on malloc's thresholds are what they would settle at by themselves, whatever they were set to before.
+    """
     global _depth
     _depth += 1
-    if _depth == 1:
-        _set((_TRIM_THRESHOLD, _NEVER), (_MMAP_MAX, _NO_BLOCKS))
     try:
+        if _depth == 1:
+            _set((_TRIM_THRESHOLD, _NEVER), (_MMAP_MAX, _NO_BLOCKS))
         yield
     finally:
         _depth -= 1

@@ -15,12 +15,13 @@ Rules
    is in forward, where times scatter less. (The least of each scatters less, too, but is not what a step takes: where memory
    lies is part of what recording costs.)
 2. What a timed step re-ran must be the recorded step, op by op; else it is refused.
-3. An op that never had to be re-run gets its modelled cost, in proportion to the others. What a timed step takes beside its
-   replays and more than a recorded one is the price of dropping values, in equal parts.
+3. An op that never had to be re-run gets its modelled cost, in proportion to the others. What a timed step takes beside the ops
+   it re-runs and more than a recorded one is the price of dropping values, in equal parts.
 4. Online policies go on deciding by the model, in the engine and in the simulator: `OpRecord.model_cost`.
 5. Measuring takes the memory of a plain step: nothing stays dropped.
 6. On the CPU with one thread, the time that counts is the thread's own: what other programs take of a busy machine is no cost of
-   an op. With more threads, and on accelerators, it is the clock's.
+   an op. With more threads, and on accelerators, it is the clock's. There each op is waited for, which a step under a limit does
+   not do: where launching is what takes time, dropping looks dearer than it is.
 7. Python's garbage is collected between steps, never within one.
 """
 
@@ -135,12 +136,18 @@ class _Follower:
                     "does not repeat itself, so its costs cannot be measured; use costs='model'"
                 )
             ops_s[place] = seconds
-        return TimedStep(times, ops_s, watch.replays_s, self._recals.stats.dropped_values)
+        return TimedStep(times, ops_s, watch.total_s, self._recals.stats.dropped_values)
 
     def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key = step_key(fn, args, kwargs)
         if self._key is None:
-            self._key = step_key(fn, args, kwargs)
-            self._policy.install(self._key, self._record, self._plan)
+            self._key = key
+            self._policy.install(key, self._record, self._plan)
+        elif key != self._key:  # the plan would not be followed
+            raise RecordError(
+                "a step called another function, or with other shapes, or in another mode (train, eval) than the step before: it does "
+                "not repeat itself, so its costs cannot be measured; use costs='model'"
+            )
         return self._recals(fn, *args, **kwargs)
 
 
@@ -160,8 +167,8 @@ def _evaluated(
     modelled = sum(record.ops[op].cost for op in seconds_of)
     scale = sum(seconds_of.values()) / modelled if modelled else 0.0
 
-    recording = _without_replays(steadier_half(recorded)) - 1
-    dropping = _without_replays(steady) - 1 - recording
+    recording = max(0.0, _without_reruns(steadier_half(recorded)) - 1)
+    dropping = _without_reruns(steady) - 1 - recording
     dropped_values = max(1, max(each.taken.dropped_values for each in timed))
     return replace(
         record,
@@ -173,15 +180,15 @@ def _evaluated(
         ),
         forward_cost=step_s * forward_share,
         backward_cost=step_s * (1 - forward_share),
-        recording_cost=max(0.0, step_s * recording),
+        recording_cost=step_s * recording,
         drop_cost=max(0.0, step_s * dropping) / dropped_values,
     )
 
 
-def _without_replays(steps: Sequence[Beside[TimedStep]]) -> float:
-    """A step without its replays, as a share of the plain steps beside it; forward apart from the rest (rule 1)."""
+def _without_reruns(steps: Sequence[Beside[TimedStep]]) -> float:
+    """A step without what it re-ran, as a share of the plain steps beside it; forward apart from the rest (rule 1)."""
     forward = statistics.median(each.taken.times.forward_s / each.plain_s for each in steps)
-    rest = statistics.median((each.taken.times.rest_s - each.taken.replays_s) / each.plain_s for each in steps)
+    rest = statistics.median((each.taken.times.rest_s - each.taken.reruns_s) / each.plain_s for each in steps)
     return forward + rest
 
 
@@ -212,7 +219,7 @@ class TimedStep:
 
     times: StepTimes
     ops_s: dict[int, float]  # by their place in the record, of one run
-    replays_s: float
+    reruns_s: float  # of all runs of all ops
     dropped_values: int
 
 

@@ -9,7 +9,8 @@ Rules
 2. Overheads are percent of one plain step in the record's cost unit (``record.py``). With measured costs they count what recording
    and dropping take beside the ops that are re-run; the bound then counts recording, too, which no policy is spared.
 3. What no limit can do is refused, with the smallest that works: a value that does not fit, or pinned bytes.
-4. ``planned`` costs planning time: ``effort`` scales it (1: what the engine spends on a plan). More effort never costs more.
+4. ``planned`` costs planning time: ``effort`` scales it (1: what the engine spends on a plan). More effort never costs more, nor does
+   a plan ever cost more than DTR, FIFO or a plan for less, in ops that are re-run: what dropping takes beside them is not planned for.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def profile_run(
         resident_bytes: there before the step and throughout.
         reset: puts the state back that ``run`` starts from; called before every further step.
         costs: ``"model"``, or ``"measured"``: more steps are run, and timed (``measured.py``).
-        enough_s: for how long.
+        enough_s: for how long, if that is five rounds of six steps or more.
     """
     if costs not in COSTS:
         raise ValueError(f"costs={costs!r} is not known; there are: {', '.join(COSTS)}")

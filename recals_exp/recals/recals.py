@@ -197,7 +197,7 @@ class Recals:
         """The record of one step (forward, and backward from gradients of ones): what simulator and planner read.
 
         Runs with nothing dropped. Buffers, generators and gradients are left as they were. ``costs``: ``"model"`` (FLOPs and
-        bytes on a nominal machine) or ``"measured"`` (seconds here; runs the step some 24 times more).
+        bytes on a nominal machine) or ``"measured"`` (seconds here; runs the step again for about a minute).
         """
         self._learn(fn, args, kwargs)
         return profile_step(self.unlimited(Fifo()), fn, args, kwargs, costs)

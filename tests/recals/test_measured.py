@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from recals_exp.recals import Recals, recals_with_rngs
-from recals_exp.recals.measured import Beside, steadier_half
+from recals_exp.recals.bare_step import Wrap
+from recals_exp.recals.measured import Beside, StepTimes, TimedStep, _evaluated, steadier_half
+from recals_exp.recals.prediction import profile_run
 from recals_exp.recals.record import RecordError
 from recals_exp.recals.stopwatch import PART, RebuildParts, Stopwatch
 
@@ -71,10 +73,10 @@ def test_between_them_the_shifts_time_every_op() -> None:
     assert all(len(found) < 16 for found in places)
 
 
-def test_an_op_takes_from_the_end_of_the_one_before_and_a_replay_from_its_miss() -> None:
+def test_an_op_takes_from_the_end_of_the_one_before() -> None:
     watch, recals = watched(0, torch.randn(2, 4))
     assert set(watch.seconds_per_run().values()) == {1.0}  # of a clock that counts how often it is read
-    assert watch.replays_s == recals.stats.recomputed_ops + recals.stats.replays
+    assert watch.total_s == recals.stats.recomputed_ops
 
 
 def test_a_step_that_does_not_repeat_itself_is_refused() -> None:
@@ -88,3 +90,25 @@ def test_a_step_that_does_not_repeat_itself_is_refused() -> None:
 
     with pytest.raises(RecordError, match="does not repeat itself, so its costs cannot be measured; use costs='model'"):
         recals_with_rngs(-1).profile(Net(4, 4), torch.randn(2, 4), costs="measured")
+
+
+def test_another_call_than_the_first_is_refused() -> None:
+    net, sizes = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), itertools.chain([2] * 8, itertools.repeat(3))
+
+    def run(wrap: Wrap) -> None:
+        wrap(net)(torch.randn(next(sizes), 4)).sum().backward()
+
+    with pytest.raises(RecordError, match="with other shapes"):
+        profile_run(recals_with_rngs(-1), run, torch.device("cpu"), 0, costs="measured")
+
+
+def test_noise_in_what_recording_takes_is_counted_once() -> None:
+    """Recorded steps that look faster than plain ones: recording is free, and dropping costs what is seen in all."""
+    record = recals_with_rngs(-1).profile(chain(4), torch.randn(2, 4))
+    recorded = [Beside(TimedStep(StepTimes(0.32, 0.66), {}, 0.0, 0), 1.0, 1.0)] * 4
+    timed = [Beside(TimedStep(StepTimes(0.33, 0.78), {2: 0.1}, 0.1, 10), 1.0, 1.0)] * 4
+    found = _evaluated(record, torch.device("cpu"), [StepTimes(0.33, 0.67)], recorded, timed)
+    assert found.recording_cost == 0.0
+    assert found.engine_pct(10) == pytest.approx(1.0)
+    assert found.ops[2].cost == pytest.approx(0.1)
+    assert (found.forward_cost, found.backward_cost) == pytest.approx((0.33, 0.67))

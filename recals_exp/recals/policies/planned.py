@@ -165,9 +165,15 @@ class Planned(StepPolicy):
             record = record_of(trace)
             measured = self._measured
             if measured is not None and measured.signature == record.signature:
-                costs = measured.cost_unit, measured.ops, measured.forward_cost, measured.backward_cost
-                unit, ops, forward, backward = costs
-                record = replace(record, cost_unit=unit, ops=ops, forward_cost=forward, backward_cost=backward)
+                record = replace(
+                    record,
+                    cost_unit=measured.cost_unit,
+                    ops=measured.ops,
+                    forward_cost=measured.forward_cost,
+                    backward_cost=measured.backward_cost,
+                    recording_cost=measured.recording_cost,
+                    drop_cost=measured.drop_cost,
+                )
             return record
         except ValueError as error:  # backward inside of the call, say
             _LOG.info("no record of this kind of step, it stays with dtr: %s", error)
