@@ -28,8 +28,12 @@ def faults_of_one_block():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-faults_of_one_block()
-assert faults_of_one_block() > 10  # with huge pages far fewer than pages, but never none
+def fewest_faults():
+    """Of some blocks: the first ones find the place where they stay."""
+    return min(faults_of_one_block() for _ in range(8))
+
+
+assert fewest_faults() > 10  # with huge pages far fewer than pages, but never none
 """
 
 
@@ -42,21 +46,19 @@ def test_freed_memory_stays_inside_and_goes_back_at_the_end() -> None:
     run("""
 before = resident_bytes()
 with freed_memory_kept():
-    faults_of_one_block()
     with freed_memory_kept():
         pass
-    assert faults_of_one_block() < 10
+    assert fewest_faults() < 10
     assert resident_bytes() > before + MOST
 assert resident_bytes() < before + MOST
-assert faults_of_one_block() > 10
+assert fewest_faults() > 10
 """)
 
 
 def test_it_stays_while_steps_are_timed() -> None:
     run("""
 with steady_process():
-    faults_of_one_block()
-    assert faults_of_one_block() < 10
+    assert fewest_faults() < 10
 """)
 
 
@@ -67,5 +69,5 @@ try:
         raise RuntimeError
 except RuntimeError:
     pass
-assert faults_of_one_block() > 10
+assert fewest_faults() > 10
 """)
