@@ -29,7 +29,7 @@ def faults_of_one_block():
 
 
 def fewest_faults():
-    """Of some blocks: the first ones find the place where they stay."""
+    # of some blocks: the first ones find the place where they stay
     return min(faults_of_one_block() for _ in range(8))
 
 
