@@ -50,8 +50,7 @@ with freed_memory_kept():
         pass
     assert fewest_faults() < 10
     assert resident_bytes() > before + MOST
-assert resident_bytes() < before + MOST
-assert fewest_faults() > 10
+assert resident_bytes() < before + MOST  # a hole in the heap may stay, without its pages
 """)
 
 
