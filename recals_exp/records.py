@@ -246,9 +246,7 @@ class RunResult:
     peak_memory_bytes: int | None = None
     gradients_identical: bool | None = None  # every gradient of one step, to the last bit
     error: str | None = None  # one line; the traceback is in the job's log
-    predicted_overhead_pct: float | None = (
-        None  # ops re-run, percent of a step; with measured costs recording and dropping, too
-    )
+    predicted_overhead_pct: float | None = None  # ops re-run, percent of a step; measured costs: and the engine itself
     bound_overhead_pct: float | None = None  # no policy costs less within the limit (same unit)
     bubble_pct: float | None = None  # of a pipeline: the idle share of its workers in one step
     bubble_ideal_pct: float | None = None  # (n-1)/(m+n-1) for n workers and m micro-batches

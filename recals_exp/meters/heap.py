@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # malloc.h
@@ -47,15 +47,17 @@ def freed_memory_kept() -> Iterator[None]:
 
 def return_free_memory() -> None:
     """Give malloc's free pages back to the system."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(0)
 
 
 def _set(*options: tuple[int, int]) -> None:
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            for option, value in options:
-                mallopt(option, value)
+    mallopt = _function("mallopt")
+    if mallopt is not None:
+        for option, value in options:
+            mallopt(option, value)
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

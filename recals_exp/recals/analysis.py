@@ -12,7 +12,7 @@ from torch import nn
 
 from .graph import Value
 from .layers import layer_name, modules_in_flight
-from .policies.base import Policy
+from .policies.base import WatchingPolicy
 from .randomness import generators_restored, live_devices
 from .sizes import format_bytes
 
@@ -78,11 +78,10 @@ def format_analysis(analysis: Analysis, most: int = 20) -> str:
 
 
 @final
-class Measuring(Policy):
+class Measuring(WatchingPolicy):
     """Holds nothing and takes note of everything that would be cached."""
 
     name: ClassVar[str] = "measuring"
-    watches: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.largest_bytes = self.n_values = 0

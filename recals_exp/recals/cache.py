@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import RecalsError
 from .graph import Op, Value
-from .policies.base import StepPolicy
+from .policies.base import StepPolicy, WatchingPolicy
 
 if TYPE_CHECKING:
     from .policies.base import Policy
@@ -67,7 +67,7 @@ class Cache:
         self.calls_running = 0
         self.discard_after_schedule: list[Value] = []  # what a plan lets go of in the replay that is about to run
         self._stepper = policy if isinstance(policy, StepPolicy) else None
-        self._watcher = policy if policy.watches else None
+        self._watcher = policy if isinstance(policy, WatchingPolicy) else None
         self.executor = executor
         self.lock = threading.RLock()
         self.live: dict[Value, None] = {}  # saved, with at least one handle; in order of saving

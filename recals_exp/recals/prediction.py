@@ -27,7 +27,7 @@ from .measured import COSTS, ENOUGH_S, with_measured_costs
 from .policies import POLICIES, Fifo, Planned, Policy
 from .profiling import record_of
 from .record import SOURCE, TapeRecord
-from .simulate import Simulation, following, pinned_bytes, rivals_of, simulate
+from .simulate import following, pinned_bytes, rivals_of, simulate
 from .sizes import format_bytes, parse_bytes
 from .step_memory import LiveBytes, StepMemory, step_memory
 from .trace import Trace
@@ -233,7 +233,7 @@ def predict(
                     policy=name,
                     budget=fraction,
                     cache_limit_bytes=limit,
-                    predicted_overhead_pct=_total_pct(simulate(profile.record, limit, policy())),
+                    predicted_overhead_pct=simulate(profile.record, limit, policy()).total_pct,
                     bound_overhead_pct=bounds.overhead_pct(limit) + profile.record.recording_pct,
                     documented_overhead_pct=documented_overhead_pct(fraction),
                     peak_memory_bytes=profile.memory.peak_bytes(profile.record, limit, policy()),
@@ -282,17 +282,8 @@ def predicted_overhead_pct(record: TapeRecord, limit_bytes: int | None, policy: 
     """
     if limit_bytes is None:
         return record.recording_pct
-    bound: Policy
-    if plan is not None:
-        bound = following(record, plan)
-    else:
-        (make,) = _bind(record, policy, [limit_bytes], effort=1.0)
-        bound = make()
-    return _total_pct(simulate(record, limit_bytes, bound))
-
-
-def _total_pct(done: Simulation) -> float:
-    return done.overhead_pct + done.engine_pct
+    make = _bind(record, policy, [limit_bytes], effort=1.0)[0] if plan is None else _follower(record, plan)
+    return simulate(record, limit_bytes, make()).total_pct
 
 
 def totals_of(profile: Profile) -> Totals:

@@ -38,6 +38,11 @@ class Simulation:
     peak_cached_bytes: int
     peak_working_bytes: int
 
+    @property
+    def total_pct(self) -> float:
+        """What the step takes more than a plain one, percent of it."""
+        return self.overhead_pct + self.engine_pct
+
 
 class _SimOp(Op):
     __slots__ = ("id", "record")

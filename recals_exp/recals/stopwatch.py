@@ -28,7 +28,6 @@ class Stopwatch:
         self.replayer = replayer
         self.now_s = now_s
         self.names: dict[int, str] = {}  # by number of the op
-        self.total_s = 0.0  # of all runs
         self._runs: dict[int, list[float]] = {}
         self._last_s = 0.0
 
@@ -54,9 +53,13 @@ class Stopwatch:
         now = self.now_s()  # from op to op: what the cache does in between is part of a re-run
         self.names[op.seq] = op.name()
         self._runs.setdefault(op.seq, []).append(now - self._last_s)
-        self.total_s += now - self._last_s
         self._last_s = now
         return found
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all runs."""
+        return sum(sum(runs) for runs in self._runs.values())
 
     def seconds_per_run(self) -> dict[int, float]:
         """By number of the op, which may have run for several parts."""
@@ -71,7 +74,6 @@ class RebuildParts(Policy):
     """
 
     name: ClassVar[str] = "rebuild-parts"
-    watches: ClassVar[bool] = False
 
     def __init__(self, shift: int) -> None:
         self._shift = shift
@@ -93,12 +95,3 @@ class RebuildParts(Policy):
 
     def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
         return is_target
-
-    def used(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def dropped(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def freed(self, cache: Cache, value: Value) -> None:
-        pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Policy, StepPolicy
+from .base import Policy, StepPolicy, WatchingPolicy
 from .dtr import Dtr
 from .fifo import Fifo
 from .planned import Planned
@@ -24,4 +24,4 @@ def make_policy(policy: str | Policy) -> Policy:
     return POLICIES[policy]()
 
 
-__all__ = ["POLICIES", "Dtr", "Fifo", "Planned", "Policy", "StepPolicy", "make_policy"]
+__all__ = ["POLICIES", "Dtr", "Fifo", "Planned", "Policy", "StepPolicy", "WatchingPolicy", "make_policy"]

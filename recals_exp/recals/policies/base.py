@@ -16,7 +16,6 @@ class Policy(ABC):
     """Decides; the cache does. One instance serves one cache. Called with the cache's lock held."""
 
     name: ClassVar[str]
-    watches: ClassVar[bool]  # wants ``used``, ``dropped`` and ``freed``: they cost a call each
 
     @abstractmethod
     def anew(self) -> Policy:
@@ -38,6 +37,10 @@ class Policy(ABC):
     def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
         """A replay has just made ``value``: try to hold it?"""
 
+
+class WatchingPolicy(Policy):
+    """A policy that wants to know what becomes of saved values, which costs a call each."""
+
     @abstractmethod
     def used(self, cache: Cache, value: Value) -> None:
         """Autograd read a value that was held."""
@@ -51,7 +54,7 @@ class Policy(ABC):
         """The last handle of ``value`` died."""
 
 
-class StepPolicy(Policy):
+class StepPolicy(WatchingPolicy):
     """A policy that wants to know where a step begins and ends.
 
     A step runs from a call made while nothing is cached to the death of the last handle.

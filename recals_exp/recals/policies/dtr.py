@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, final
 
 from ..graph import Op, Value
-from .base import Policy
+from .base import WatchingPolicy
 
 if TYPE_CHECKING:
     from ..cache import Cache
@@ -52,9 +52,8 @@ class _Note:
 
 
 @final
-class Dtr(Policy):
+class Dtr(WatchingPolicy):
     name: ClassVar[str] = "dtr"
-    watches: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._clock = 0.0  # tape positions run so far, re-runs included

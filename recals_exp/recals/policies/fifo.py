@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @final
 class Fifo(Policy):
     name: ClassVar[str] = "fifo"
-    watches: ClassVar[bool] = False
 
     def anew(self) -> Fifo:
         return Fifo()
@@ -49,12 +48,3 @@ class Fifo(Policy):
 
     def keeps_rebuilt(self, cache: Cache, value: Value, is_target: bool) -> bool:
         return is_target and self.keeps(cache, value)
-
-    def used(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def dropped(self, cache: Cache, value: Value) -> None:
-        pass
-
-    def freed(self, cache: Cache, value: Value) -> None:
-        pass

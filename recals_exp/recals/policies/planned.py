@@ -80,7 +80,6 @@ class Planned(StepPolicy):
     """
 
     name: ClassVar[str] = "planned"
-    watches: ClassVar[bool] = True
 
     def __init__(
         self,
