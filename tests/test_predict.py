@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from torch import nn
 from recals_exp import __main__ as cli
 from recals_exp import config, records
 from recals_exp.config import TerminalFilter
+from recals_exp.estimates import load_estimates
 from recals_exp.predict import TargetPeakError, fit_limit, fit_plan
-from recals_exp.recals import StepPlan, recals_with_rngs
+from recals_exp.recals import StepPlan, TapeRecord, recals_with_rngs
 from recals_exp.recals.prediction import profile_call
 from recals_exp.recals.simulate import following
 from recals_exp.runconfig import Budget, ConfigError, PartSpec, RunConfig
@@ -267,3 +269,38 @@ def test_what_is_printed_is_kept_from_the_terminal_only() -> None:
     assert TerminalFilter().filter(record)
     record.printed = True
     assert not TerminalFilter().filter(record)
+
+
+# -- measured costs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording_is_7_pct(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_measured_costs(recals: Any, record: TapeRecord, *_: Any) -> TapeRecord:
+        return dataclasses.replace(record, cost_unit="s", recording_cost=0.07 * record.step_cost)
+
+    monkeypatch.setattr("recals_exp.recals.prediction.with_measured_costs", with_measured_costs)
+
+
+@pytest.mark.usefixtures("recording_is_7_pct")
+@pytest.mark.parametrize(("costs", "expected"), [("model", 0.0), ("measured", 7.0)])
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_a_step_in_which_nothing_is_dropped_costs_what_recording_costs(
+    tmp_path: Path, budget: float | None, costs: str, expected: float
+) -> None:
+    result = run(config_of(budget, costs=costs), tmp_path)
+    assert result.status == records.OK, result.error
+    assert result.predicted_overhead_pct == pytest.approx(expected)
+    assert result.bound_overhead_pct == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("recording_is_7_pct")
+@pytest.mark.parametrize("costs", ["model", "measured"])
+def test_an_estimate_counts_recording_once(tmp_path: Path, costs: str) -> None:
+    config = config_of(0.5, costs=costs, mode="dry_run", train_steps=100_000)
+    assert run(config, tmp_path).status == records.OK
+    (estimate,) = load_estimates(tmp_path).values()
+    assert estimate.overhead_pct is not None
+    recording = 1.3 if costs == "model" else 1.0  # a guess, unless it was measured
+    wrapped_s = estimate.step_s * recording * (1 + estimate.overhead_pct / 100)
+    assert estimate.job_s == pytest.approx(config.train_steps * wrapped_s, rel=0.02)

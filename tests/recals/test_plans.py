@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,19 @@ def test_measured_costs(net: Net, x: Tensor) -> None:
     limit = record.cache_total_bytes // 3
     for policy in ("fifo", "dtr"):  # they decide by the model, as in the engine; only the price is another
         assert simulate(measured, limit, policy).rerun_ops == simulate(record, limit, policy).rerun_ops
+
+
+def test_a_plan_by_measured_costs_keeps_what_the_engine_takes(net: Net, x: Tensor) -> None:
+    record = recals_with_rngs(-1).profile(net, x)
+    costs = {"forward_cost": 3.0, "backward_cost": 5.0, "recording_cost": 0.5, "drop_cost": 0.25}
+    measured = replace(record, cost_unit="s", **costs)
+    policy = Planned(waits=True, measured=measured)
+    recals = recals_with_rngs(third(net, x), policy=policy)
+    for _ in range(2):
+        gradients(recals, net, x)
+    (plan,) = policy.plans()
+    assert plan.record.cost_unit == "s"
+    assert {name: getattr(plan.record, name) for name in costs} == costs
 
 
 def test_unknown_costs_are_refused(net: Net, x: Tensor) -> None:
