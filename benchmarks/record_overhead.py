@@ -3,13 +3,14 @@
     python benchmarks/record_overhead.py
 
 Tiny ops (8 x 8 matrices) in a plain grad-enabled forward, so that nothing but overhead is left. Plain, empty mode and
-recording are interleaved in one process; the medians of paired differences are printed, in microseconds per op.
+recording are interleaved in one process, in changing order; the medians of paired differences are printed, in microseconds per op.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -69,9 +70,10 @@ def measure(n_ops: int, rounds: int) -> dict[str, float]:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for name, call in variants.items():
-                times[name].append(elapsed_us(call, n_ops))
+        names = list(variants)
+        for i in range(rounds):
+            for name in random.Random(i).sample(names, len(names)):  # what ran before leaves its data in the caches
+                times[name].append(elapsed_us(variants[name], n_ops))
     finally:
         gc.enable()
     result = {"plain": statistics.median(times["plain"])}

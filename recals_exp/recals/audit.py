@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
 
+from .ambient import function_mode_is_on
 from .contents import checksum, copy_of, same_bytes
 from .facts import OpFacts, all_tensors
 from .graph import Value
@@ -96,6 +98,9 @@ class Auditor(Recorder):
         return AuditReport(self.ops, self.values, self.value_bytes, tuple(self.findings.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_mode_is_on():
+            with DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         facts = self.facts_of(func) if isinstance(func, OpOverload) else None
         if facts is None or facts.is_view or facts.is_allocation or types or not _has_bytes((args, kwargs)):

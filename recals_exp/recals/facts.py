@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from .bindings import quickest
 from .costs import OWN_FORMULAS
 
 _NATIVE_NAMESPACES = frozenset({"aten", "prims", "prim", "quantized", "quantized_decomposed", "torchvision"})
@@ -114,6 +115,7 @@ class OpFacts:
     """Facts about one overload. Plain attributes: the recorder reads them once per op."""
 
     name: str
+    run: Callable[..., Any]  # the op itself, arguments given by position (``bindings.py``)
     is_view: bool  # every result only views an argument, nothing is written
     writes: tuple[tuple[int, str, bool], ...]  # (position, name, is an out= argument) of each declared write
     makes_complex: bool  # complex results from real arguments
@@ -208,6 +210,7 @@ def learn(func: Any) -> OpFacts:
     )
     facts = OpFacts(
         name=str(func),
+        run=quickest(func),
         is_view=is_view,
         writes=writes,
         makes_complex=base in _MAKES_COMPLEX,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
-from .ambient import PLAIN_KEYS, never_compiled, share_version
+from .ambient import PLAIN_KEYS, function_mode_is_on, never_compiled, share_version
 from .ops import Ref
 from .tape import Source, TensorValue
 
@@ -49,7 +50,10 @@ class LeafHandle:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.version = 0 if tensor.is_inference() else tensor._version
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # of inference mode, which counts nothing
+            self.version = 0
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
@@ -130,4 +134,7 @@ def _with_bits(tensor: Tensor, geometry: Ref) -> Tensor:
 
 @never_compiled
 def unpack(handle: Handle | LeafHandle) -> Tensor:
+    if function_mode_is_on():
+        with DisableTorchFunction():
+            return handle.unpack()
     return handle.unpack()

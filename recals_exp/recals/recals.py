@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from .ambient import never_compiled
@@ -114,7 +114,7 @@ class Recals:
         cache.calls_running += 1
         self.running.add(session.serial)
         try:
-            with AsWithoutModes(), saved_tensors_hooks(recorder.pack, unpack), recorder:
+            with AsWithoutModes(), saved_tensors_hooks(recorder.saver.pack, unpack), recorder:
                 out = fn(*args, **kwargs)
             if stepper is not None:
                 stepper.returned(self._values_of(out))
@@ -135,7 +135,7 @@ class Recals:
     def _values_of(self, out: Any) -> list[Value]:
         """The values that the outputs of a call hold."""
         found: list[Value] = []
-        with DisableTorchFunctionSubclass():  # a subclass of the program's must not notice
+        with DisableTorchFunction():  # subclasses and modes of the program's must not notice
             for tensor in output_tensors(out):
                 try:
                     value = self.registry.get(id(tensor.untyped_storage()))
@@ -185,7 +185,7 @@ class Recals:
         try:
             with torch.enable_grad(), module_state_restored(fn):
                 auditor = Auditor(self, session, runs_foreign=True)
-                with saved_tensors_hooks(auditor.pack, unpack), auditor:
+                with saved_tensors_hooks(auditor.saver.pack, unpack), auditor:
                     fn(*args, **kwargs)
                 auditor.finish()
         finally:

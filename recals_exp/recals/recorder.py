@@ -1,4 +1,4 @@
-"""Recording a call: a dispatch mode that writes the tape, and the pack hook that hands autograd its handles.
+"""Recording a call: a dispatch mode that writes the tape.
 
 The mode sits *below* autograd: autocast casts, views, in-place ops and random ops all arrive as explicit aten ops. What it
 does per op is on the critical path of every small op, so: facts come from a dict, argument lists are walked without a
@@ -14,18 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _DisableTorchDispatch
+from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from .ambient import Ambient, RecorderMode, flushes_denormals, kernel_choices, lazy_bits_resolved, share_version
+from .ambient import (
+    Ambient,
+    RecorderMode,
+    flushes_denormals,
+    function_mode_is_on,
+    kernel_choices,
+    lazy_bits_resolved,
+    share_version,
+)
 from .contents import copy_of
 from .facts import OpFacts, all_tensors, learn
 from .graph import Value
-from .handles import Handle, LeafHandle
-from .layers import describe_layer, layer_name, modules_in_flight
+from .layers import layer_name, modules_in_flight
 from .ops import Constant, PeculiarOp, Ref, TensorOp, refs_of
 from .replay import flat_tensors
+from .saving import Saver
 from .session import Session
 from .storages import NO_STORAGE, Storages, Write, fills, version_of, without_content
 from .tape import Registry, Source, TensorValue
@@ -58,6 +66,7 @@ class Recorder(RecorderMode):
         self.registry: Registry = owner.registry
         self.storages = Storages(owner, session)
         self.facts = owner.facts
+        self._sequence = owner.sequence
         self._note_settings()
         self._has_constant = False  # the op that is being recorded has an argument that is kept whole
         self._has_zeros = False  # forward-mode AD makes tensors of zeros without memory
@@ -65,7 +74,8 @@ class Recorder(RecorderMode):
         self._blanks: list[tuple[Source, UntypedStorage, Tensor]] = []  # read by the op that is being recorded
         self._overwritten: dict[int, Source] = {}  # id of a storage that it writes -> the memory a replay has instead
         self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
-        self._saved_blanks: list[tuple[Handle, UntypedStorage]] = []  # saved since the last op
+        self.saver = Saver(owner, session, self.storages)
+        self._saved_blanks = self.saver.blanks
 
     # -- ops ----------------------------------------------------------------------------------------------------
 
@@ -75,12 +85,16 @@ class Recorder(RecorderMode):
             if not isinstance(func, OpOverload):  # a higher-order operator: its inside is not seen
                 return self.storages.opaque(func(*args, **(kwargs or {})))
             facts = self.facts_of(func)
-        if facts.is_view:
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
-        if facts.is_allocation:  # reads no bytes
-            return self.storages.opaque(func._op(*args, **kwargs) if kwargs else func._op(*args))
-        if facts.is_only_write and not kwargs and len(args) == 2 and self._is_count(*args):
-            return func._op(*args)
+        if function_mode_is_on():  # called by C++ (a scripted function): that mode sees no ops
+            with DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if not facts.is_simple:
+            if facts.is_view:
+                return func._op(*args, **kwargs) if kwargs else facts.run(*args)
+            if facts.is_allocation:  # reads no bytes
+                return self.storages.opaque(func._op(*args, **kwargs) if kwargs else func._op(*args))
+            if facts.is_only_write and not kwargs and len(args) == 2 and self._is_count(*args):
+                return facts.run(*args)
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
                 return NotImplemented  # a subclass with its own dispatch: it comes back with the tensors inside
@@ -103,7 +117,7 @@ class Recorder(RecorderMode):
                 try:
                     value = registry[id(arg.untyped_storage())]
                     known = value.pin.session == serial and arg._version == value.count
-                    if known and isinstance(value, Source):  # a weight that was read before in this call
+                    if known and type(value) is Source:  # a weight that was read before in this call
                         known = value.guard is arg and not value.others
                         value.reads += known
                     if known:
@@ -124,7 +138,7 @@ class Recorder(RecorderMode):
             return self._peculiar(func, facts, args, kwargs or {}, inputs, recorded, recorded_kwargs)
         if self._unwatched:
             self._watch()
-        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        out = func._op(*args, **kwargs) if kwargs else facts.run(*args)
         op = TensorOp(
             _UNPLACED, tuple(inputs), func, facts, recorded, recorded_kwargs, self.session.ambient, _is_grad_enabled()
         )
@@ -245,13 +259,17 @@ class Recorder(RecorderMode):
         if key in registry:
             self._results(op, (tensor,))
             return
+        try:  # ``version_of`` in line
+            count = tensor._version
+        except RuntimeError:
+            count = None
         op.outs = ((tensor.shape, tensor.dtype),)
-        op.seq = next(self.owner.sequence)
-        registry[key] = TensorValue(op, 0, storage.nbytes(), session.pin(storage, key), 0, version_of(tensor))
+        op.seq = next(self._sequence)
+        registry[key] = TensorValue(op, 0, storage.nbytes(), session.pin(storage, key), 0, count)
         if self.cache.trace is not None:
             self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
         if self._saved_blanks:
-            self.settle()
+            self.saver.settle()
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
         """Register what ``op`` made; an op that made nothing has no place on the tape."""
@@ -285,11 +303,11 @@ class Recorder(RecorderMode):
             made = True
         if made:
             if op.seq == _UNPLACED:
-                op.seq = next(self.owner.sequence)
+                op.seq = next(self._sequence)
             if self.cache.trace is not None:
                 self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
         if self._saved_blanks:
-            self.settle()
+            self.saver.settle()
 
     def _peculiar(
         self,
@@ -335,7 +353,7 @@ class Recorder(RecorderMode):
                 with lazy_bits_resolved():
                     out = func._op(*args, **kwargs)
             else:
-                out = func._op(*args, **kwargs)
+                out = func._op(*args, **kwargs) if kwargs else facts.run(*args)
         except BaseException:
             for position, write in enumerate(writes):  # it may have written a part
                 self.storages.after_write(write, position, None)
@@ -363,7 +381,7 @@ class Recorder(RecorderMode):
         if not replayable or (writes and not is_made and not facts.has_fresh_results and not facts.is_foreign):
             for position, write in enumerate(writes):
                 self.storages.after_write(write, position, None)
-            self.settle()
+            self.saver.settle()
             return out
         op = PeculiarOp(
             _UNPLACED,
@@ -380,13 +398,15 @@ class Recorder(RecorderMode):
         if facts.is_factory and not inputs and outs:
             _write_down_defaults(op, outs[0])
         if is_made:
-            op.seq = next(self.owner.sequence)
+            op.seq = next(self._sequence)
         for position, write in enumerate(writes):
             self.storages.after_write(write, position, op)
         self._results(op, outs, is_made)
         return out
 
-    # -- writes -------------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """The call has returned."""
+        self.saver.settle()
 
     def _keep_blanks(self, facts: OpFacts, writes: Sequence[Write], written: list[Value], replayable: bool) -> None:
         """The op is about to read memory that nothing can fill again: hold it, unless the op fills all of it itself."""
@@ -399,67 +419,6 @@ class Recorder(RecorderMode):
             elif written[i] is value and (facts.has_fresh_results or writes[i].whole):
                 value.keep(copy_of(storage), self.cache)  # what it reads, it is about to overwrite
         self._blanks.clear()
-
-    def finish(self) -> None:
-        """The call has returned."""
-        self.settle()
-
-    def settle(self) -> None:
-        """Hold what autograd saved while it was blank, unless an op is its producer by now."""
-        for handle, storage in self._saved_blanks:
-            value = handle.value
-            if type(value) is Source and value.is_blank:
-                value.keep(storage, self.cache)
-        self._saved_blanks.clear()
-
-    # -- saved tensors ------------------------------------------------------------------------------------------
-
-    def pack(self, tensor: Tensor) -> Handle | LeafHandle:
-        """Autograd saves ``tensor``: what it gets instead."""
-        try:
-            storage = tensor.untyped_storage()
-        except NO_STORAGE:
-            return LeafHandle(tensor.detach())
-        value = self.registry.get(id(storage))
-        if type(value) is TensorValue and (tensor._version != value.count or value.pin.session != self.session.serial):
-            value = self.storages.as_it_is(value, tensor, storage)  # autograd saves an argument before its op runs
-        if (
-            value is None
-            or value.nbytes == 0
-            or (type(value) is not TensorValue and (tensor.is_nested or (type(value) is Source and value.is_leaf)))
-        ):
-            # What autograd did not make is held as it is, like plain PyTorch does: it may be a Parameter, and its
-            # ``.data`` may yet be exchanged.
-            return LeafHandle(tensor if tensor.grad_fn is None else tensor.detach())
-        if value.handles:
-            known = value.handle_of(tensor)
-            if known is not None:  # saved once by its producer and once by its consumer: one handle serves both
-                return known
-        guard = _DisableTorchDispatch()
-        try:
-            alias = tensor.detach()
-        finally:
-            del guard
-        handle = Handle(alias, value, self.cache, self.session)
-        value.saved(tensor, handle)
-        if type(value) is TensorValue:
-            value.guard = alias
-            value.guard_version = handle.version
-            if value.nbytes > self.session.largest_bytes:
-                self._largest(value.nbytes)
-        elif isinstance(value, Source) and value.is_blank and not value.pinned:
-            # The op that is saving it may be about to fill it (rule 3): decided when that op has returned.
-            value.pinned = True
-            self._saved_blanks.append((handle, storage))
-        self.cache.save(value, storage)
-        return handle
-
-    def _largest(self, nbytes: int) -> None:
-        session = self.session
-        session.largest_bytes = nbytes
-        limit = self.cache.limit_bytes
-        if limit is not None and nbytes > limit:
-            session.largest_layer = describe_layer(modules_in_flight())
 
 
 def count_writes(tensors: Sequence[Tensor], versions: list[int]) -> None:

@@ -96,13 +96,13 @@ class Replayer:
         args = [_bound(arg, storages) for arg in op.args]
         kwargs = {name: _bound(arg, storages) for name, arg in op.kwargs.items()} if op.kwargs else {}
         if op.rng is None and not op.is_complex:
-            out = op.func._op(*args, **kwargs)
+            out = op.func._op(*args, **kwargs) if kwargs else op.facts.run(*args)
         else:
             with (
                 op.rng.restored() if op.rng else nullcontext(),
                 lazy_bits_resolved() if op.is_complex else nullcontext(),
             ):
-                out = op.func._op(*args, **kwargs)
+                out = op.func._op(*args, **kwargs) if kwargs or op.is_complex else op.facts.run(*args)
         if op.facts.has_flops:
             self.flops += op.flops()
         outs = flat_tensors(out)

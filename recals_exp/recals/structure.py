@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 
 from .door import call_key
 
@@ -30,7 +30,7 @@ def output_tensors(out: Any) -> list[Tensor]:
 def step_key(fn: Any, args: Any, kwargs: Any) -> Hashable:
     """What tells one kind of step from another before it runs: the callable, train or eval, the shapes it is given."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    with DisableTorchFunctionSubclass():  # a subclass of the program's must not notice
+    with DisableTorchFunction():  # subclasses and modes of the program's must not notice
         shapes = _shapes(args, kwargs)
     training = owner.training if isinstance(owner, nn.Module) else None
     return (id(call_key(fn)), training, shapes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from recals.scenarios import Stories, grads, leaf
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from recals_exp.recals import POLICIES, UnsupportedError, recals_with_rngs
+from recals_exp.recals.policies import Planned
 
 stories = Stories()
 
@@ -141,6 +145,50 @@ def test_a_subclass_sees_what_it_sees_plainly(policy: str) -> None:
         return list(seen)
 
     assert run(recals_with_rngs(1000, policy=policy)) == run(lambda fn, *args: fn(*args)) != []
+
+
+def _steps(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(x @ weight.t()).view(2, 8).transpose(0, 1).reshape(4, 4)
+        x = functional.layer_norm(x, (4,)) + 0.5
+    return x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_function_mode_sees_what_it_sees_plainly(policy: str, scripted: bool) -> None:
+    class Logs(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    fn: Callable[..., Tensor] = _steps
+    if scripted:  # C++ calls its ops, the mode still in force
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fn = torch.jit.script(_steps)
+    recals = recals_with_rngs(4 * 64, policy=Planned(waits=True) if policy == Planned.name else policy)
+    for _ in range(4):  # audited, traced, planned
+        seen, gradients = [], []
+        for call in (lambda fn, *args: fn(*args), recals):
+            torch.manual_seed(0)
+            x, weight = leaf(4, 4), leaf(4, 4)
+            with Logs() as mode, torch.jit.optimized_execution(False):  # else plain's own bits change with the call
+                out = call(fn, x, weight)
+                run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+                run_backward(
+                    (out,), (torch.ones(4, 4),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            seen.append(mode.seen)
+            gradients.append((x.grad, weight.grad))
+        assert seen[0] == seen[1] != []
+        for plain, ours in zip(*gradients, strict=True):
+            assert torch.equal(plain, ours)
+    assert recals.stats.recomputed_ops > 0
 
 
 def test_fake_tensors_are_refused() -> None:
