@@ -79,9 +79,10 @@ def _handler_keys() -> tuple[Any, Any]:
 
 # Put in front of the filters as they are: ``warnings.catch_warnings`` makes Python forget what it has said once already.
 _SILENCE = ("ignore", None, Warning, None, 0)
-# Functions of ``torch`` that are called from here would be seen by the program's ``TorchFunctionMode``. As a rule it is not in force
-# where an op arrives, but it is below code in C++ (a scripted function).
-function_mode_is_on = torch._C._is_torch_function_mode_enabled
+# Functions of ``torch`` that are called on these arguments would be seen by the program's ``TorchFunctionMode``, or by their class. As
+# a rule neither is asked where an op arrives, but both are below code in C++: a scripted function, the engine of autograd.
+would_be_seen = torch._C._has_torch_function
+would_be_seen_unary = torch._C._has_torch_function_unary
 _LAZY_BITS = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
 _HANDLER_KEYS = _handler_keys()
 

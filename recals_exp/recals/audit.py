@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
 
-from .ambient import function_mode_is_on
+from .ambient import would_be_seen
 from .contents import checksum, copy_of, same_bytes
 from .facts import OpFacts, all_tensors
 from .graph import Value
@@ -98,7 +98,7 @@ class Auditor(Recorder):
         return AuditReport(self.ops, self.values, self.value_bytes, tuple(self.findings.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_mode_is_on():
+        if would_be_seen(args) or would_be_seen(all_tensors((args, kwargs))):
             with DisableTorchFunction():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}

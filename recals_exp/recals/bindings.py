@@ -18,7 +18,7 @@ QUICK = frozenset(
     {"mm.default", "bmm.default", "addmm.default", "baddbmm.default", "convolution.default", "embedding.default"}
     | {"add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "rsub.Scalar", "neg.default", "pow.Tensor_Scalar"}
     | {"tanh.default", "sigmoid.default", "relu.default", "gelu.default", "silu.default", "exp.default", "log.default"}
-    | {"sin.default", "cos.default", "sqrt.default", "rsqrt.default", "abs.default", "clone.default", "where.self"}
+    | {"sin.default", "cos.default", "sqrt.default", "rsqrt.default", "abs.default", "clone.default"}
     | {"native_layer_norm.default", "native_group_norm.default", "_softmax.default", "_log_softmax.default"}
     | {"max_pool2d_with_indices.default", "avg_pool2d.default", "_adaptive_avg_pool2d.default"}
     | {"sum.default", "sum.dim_IntList", "mean.default", "mean.dim"}

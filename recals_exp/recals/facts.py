@@ -137,6 +137,7 @@ class OpFacts:
     picks_kernels: bool  # may compute by another kernel, to other bits, where a backend's setting differs
     is_only_write: bool  # writes its first argument in place, and that is all there is to it
     makes_constants: bool  # may make nested or quantized tensors of others
+    takes_lists: bool  # of tensors
     is_factory: bool  # takes a device
     takes_dtype: bool
     has_flops: bool  # there is a FLOP formula for it
@@ -232,6 +233,7 @@ def learn(func: Any) -> OpFacts:
         picks_kernels=torch.Tag.pointwise not in func.tags or base in _POINTWISE_BY_CHOICE,
         is_only_write=False,
         makes_constants=namespace not in ("aten", "prims", "prim") or "nested" in base or "quantize" in base,
+        takes_lists=any("List[" in str(arg.type) and "Tensor" in str(arg.type) for arg in schema.arguments),
         is_factory=any(arg.name == "device" for arg in schema.arguments),
         takes_dtype=any(arg.name == "dtype" for arg in schema.arguments),
         unspecified=_UNSPECIFIED.get(base, frozenset()),

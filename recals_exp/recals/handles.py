@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from .ambient import PLAIN_KEYS, function_mode_is_on, never_compiled, share_version
+from .ambient import PLAIN_KEYS, never_compiled, share_version, would_be_seen_unary
 from .ops import Ref
 from .tape import Source, TensorValue
 
@@ -134,7 +134,7 @@ def _with_bits(tensor: Tensor, geometry: Ref) -> Tensor:
 
 @never_compiled
 def unpack(handle: Handle | LeafHandle) -> Tensor:
-    if function_mode_is_on():
+    if would_be_seen_unary(None):  # by a mode
         with DisableTorchFunction():
             return handle.unpack()
     return handle.unpack()

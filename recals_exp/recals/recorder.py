@@ -22,10 +22,10 @@ from .ambient import (
     Ambient,
     RecorderMode,
     flushes_denormals,
-    function_mode_is_on,
     kernel_choices,
     lazy_bits_resolved,
     share_version,
+    would_be_seen,
 )
 from .contents import copy_of
 from .facts import OpFacts, all_tensors, learn
@@ -85,7 +85,11 @@ class Recorder(RecorderMode):
             if not isinstance(func, OpOverload):  # a higher-order operator: its inside is not seen
                 return self.storages.opaque(func(*args, **(kwargs or {})))
             facts = self.facts_of(func)
-        if function_mode_is_on():  # called by C++ (a scripted function): that mode sees no ops
+        if (
+            would_be_seen(args)
+            or (kwargs and would_be_seen(tuple(kwargs.values())))
+            or (facts.takes_lists and would_be_seen(all_tensors(args)))
+        ):
             with DisableTorchFunction():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if not facts.is_simple:

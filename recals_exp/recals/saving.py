@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, UntypedStorage
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
 
-from .ambient import function_mode_is_on
+from .ambient import would_be_seen_unary
 from .handles import Handle, LeafHandle
 from .layers import describe_layer, modules_in_flight
 from .session import Session
@@ -34,7 +34,7 @@ class Saver:
 
     def pack(self, tensor: Tensor) -> Handle | LeafHandle:
         """Autograd saves ``tensor``: what it gets instead."""
-        if function_mode_is_on():
+        if would_be_seen_unary(tensor):
             with DisableTorchFunction():
                 return self.pack(tensor)
         try:

@@ -54,7 +54,6 @@ SAMPLES: dict[str, Sequence[tuple[Any, ...]]] = {
         f"{name}.default": [(piece,) for piece in PIECES]
         for name in ("tanh", "sigmoid", "relu", "gelu", "silu", "exp", "log", "sin", "cos", "sqrt", "rsqrt", "abs", "clone")
     },
-    "where.self": [(MATRIX > 1, MATRIX, OTHER), (MATRIX > 1, torch.tensor(0.5), MATRIX.double())],
     "native_layer_norm.default": [(MATRIX, [6], None, None, 1e-5), (BATCH, [4, 6], MATRIX, OTHER, 1e-6)],
     "native_group_norm.default": [(IMAGE, None, None, 2, 4, 64, 2, 1e-5), (IMAGE, torch.rand(4), torch.rand(4), 2, 4, 64, 4, 1e-5)],
     "_softmax.default": [(MATRIX, -1, False), (STRIDED, 0, False)],

@@ -91,6 +91,35 @@ def test_a_process_that_fails_says_why(net: Net, x: Tensor) -> None:
         plan_in_process(record, -1)
 
 
+@pytest.mark.parametrize("layers", [6, 100])  # planned in a thread, by a process
+def test_the_interpreter_waits_for_its_planners(tmp_path: Path, layers: int) -> None:
+    """A thread that comes back from C++ code when there is no interpreter any more would abort the process."""
+    script = f"""
+        import torch
+        from torch import nn
+        from recals_exp.recals import recals_with_rngs
+        from recals_exp.recals.policies import planned
+
+        def default_planner(record, limit_bytes, make_plan=planned.default_planner):
+            busy = torch.randn(2000, 2000)
+            for _ in range(20):
+                busy @ busy
+            return make_plan(record, limit_bytes)
+
+        planned.default_planner = default_planner
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range({layers})))
+        x = torch.randn(8, 16)
+        recals = recals_with_rngs(recals_with_rngs(-1).analyze(net, x).total_bytes // 3, policy=planned.Planned())
+        while not planned._threads:
+            recals(net, x).sum().backward()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 def test_no_process_outlives_the_interpreter(tmp_path: Path) -> None:
     """The planner is at work when the script ends: a clean exit, and nothing left behind."""

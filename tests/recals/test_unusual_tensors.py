@@ -147,6 +147,80 @@ def test_a_subclass_sees_what_it_sees_plainly(policy: str) -> None:
     assert run(recals_with_rngs(1000, policy=policy)) == run(lambda fn, *args: fn(*args)) != []
 
 
+class Loud(Tensor):
+    """Changes what some functions give, and tells of all."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        if func in (torch.mul, torch.tanh, torch.t, Tensor.view, torch.ops.aten.mul.Tensor):
+            return torch.full((3, 3), 42.0)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = (x * x).tanh().exp()
+    y.register_hook(lambda grad: grad.as_subclass(Loud))
+    return torch.autograd.grad((y * 3).sum(), x, create_graph=True)[0]
+
+
+def given_as_a_gradient(x: Tensor) -> Tensor:
+    y = (x * x).tanh().exp()
+    return torch.autograd.grad(y, x, torch.ones(3, 3).as_subclass(Loud), create_graph=True)[0]
+
+
+def saved_by_a_function(x: Tensor) -> Tensor:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.detach().as_subclass(Loud), x.sin())
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            loud, sine = ctx.saved_tensors
+            return grad * loud.as_subclass(Tensor) * 2 + 0 * sine
+
+    return Square.apply(x.tanh()).exp().sin()
+
+
+def _products(x: Tensor) -> Tensor:
+    y = torch.cat([x, torch.tanh(x * x)])[1:4].t()
+    return (y * 3).view(3, 3).exp().sin()
+
+
+def scripted(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function = torch.jit.script(_products)
+    with torch.jit.optimized_execution(False):
+        return function(x.as_subclass(Loud))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", [hooked, given_as_a_gradient, saved_by_a_function, scripted])
+def test_a_subclass_in_the_hands_of_autograd_sees_what_it_sees_plainly(
+    fn: Callable[[Tensor], Tensor], policy: str
+) -> None:
+    recals = recals_with_rngs(2 * 36, policy=policy)
+    for _ in range(2):  # the first is audited
+        found = []
+        for call in (lambda fn, *args: fn(*args), recals):
+            torch.manual_seed(0)
+            x = leaf(3, 3)
+            Loud.seen.clear()
+            out = call(fn, x)
+            (gradient,) = torch.autograd.grad(out.as_subclass(Tensor), x, torch.ones(3, 3))
+            found.append((list(Loud.seen), type(out), out.as_subclass(Tensor), gradient, type(gradient)))
+        (seen, kind, out, gradient, gradient_kind), (seen2, kind2, out2, gradient2, gradient_kind2) = found
+        assert seen == seen2
+        assert (kind, gradient_kind) == (kind2, gradient_kind2)
+        assert torch.equal(out, out2)
+        assert torch.equal(gradient.as_subclass(Tensor), gradient2.as_subclass(Tensor))
+
+
 def _steps(x: Tensor, weight: Tensor) -> Tensor:
     for _ in range(4):
         x = torch.tanh(x @ weight.t()).view(2, 8).transpose(0, 1).reshape(4, 4)

@@ -63,7 +63,7 @@ def plan_in_process(record: TapeRecord, limit_bytes: int) -> Plan:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     if not _running:
-        atexit.register(_kill_all)
+        atexit.register(stop_processes)
     _running[process] = os.getpid()
     try:
         assert process.stdin is not None
@@ -84,7 +84,8 @@ def plan_in_process(record: TapeRecord, limit_bytes: int) -> Plan:
         _running.pop(process, None)
 
 
-def _kill_all() -> None:
+def stop_processes() -> None:
+    """Kill those of this process."""
     for process, owner in list(_running.items()):
         if owner == os.getpid():
             del _running[process]

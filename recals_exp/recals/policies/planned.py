@@ -12,6 +12,7 @@ Plans may cost time, never exactness: what to hold is all that a plan says.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from ..graph import Value
-from ..planning.worker import WorkerStopped, plan_in_process
+from ..planning.worker import WorkerStopped, plan_in_process, stop_processes
 from ..plans import StepPlan
 from ..record import TapeRecord
 from ..trace import Trace
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ..planning.plan import Plan, Step
 
 _LOCKS: dict[int, threading.Lock] = {}  # by process: a fork must not wait for a thread that it does not have
+_threads: set[threading.Thread] = set()  # that plan
+_ending = threading.Event()
 _SMALL_OPS = 64  # up to here a plan is made sooner than a process starts
 _FULL_EFFORT_OPS = 400
 _KINDS_KEPT = 64
@@ -155,7 +158,7 @@ class Planned(StepPolicy):
         if self._waits:
             self._plan(kind, record, room)
         else:
-            threading.Thread(target=self._plan, args=(kind, record, room), name="recals-planner", daemon=True).start()
+            _start(self._plan, kind, record, room)
 
     def _record(self, trace: Trace) -> TapeRecord | None:
         from ..profiling import record_of
@@ -183,6 +186,8 @@ class Planned(StepPolicy):
         try:
             # planning takes a core: several plans at once would only slow down training
             with _LOCKS.setdefault(os.getpid(), threading.Lock()):
+                if _ending.is_set():
+                    raise WorkerStopped("stopped")
                 step_plan = StepPlan(record, self._make_plan(record, room))
             self._learn(step_plan)
             kind.route = Route(step_plan)
@@ -335,6 +340,31 @@ class Planned(StepPolicy):
         known = route.values.get((value.position - self._first_seq, value.index))
         if known is not None:
             self._values.pop(known[0], None)
+
+
+def _start(plan: Callable[..., None], *args: Any) -> None:
+    """Plan in a thread. The interpreter waits for it when it ends: C++ code that comes back to none aborts the process."""
+
+    def run() -> None:
+        try:
+            plan(*args)
+        finally:
+            _threads.discard(thread)
+
+    thread = threading.Thread(target=run, name="recals-planner", daemon=True)
+    if not _threads:
+        atexit.unregister(_end)
+        atexit.register(_end)
+    _threads.add(thread)
+    thread.start()
+
+
+def _end() -> None:
+    _ending.set()
+    for thread in list(_threads):
+        while thread.is_alive():
+            stop_processes()  # one may have been about to start
+            thread.join(0.05)
 
 
 def default_planner(record: TapeRecord, limit_bytes: int, totals: Totals | None = None) -> Any:
