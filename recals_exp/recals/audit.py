@@ -122,7 +122,7 @@ class Auditor(Recorder):
         self._last_ops.clear()
         out = super().__torch_dispatch__(func, types, args, kwargs)
 
-        op = self._last_ops[-1] if self._last_ops else None
+        op = self._last_ops[-1] if self._last_ops and _has_bytes(out) else None
         self._last_ops.clear()
         clean = True
         if watched:
@@ -293,9 +293,11 @@ def _has_bytes(tree: Any) -> bool:
 
 
 def _storages(tree: Any) -> list[UntypedStorage]:
-    """The storages of the tensors in a tree, each once."""
+    """The storages with bytes of the tensors in a tree, each once."""
     found: dict[int, UntypedStorage] = {}
     for tensor in all_tensors(tree):
+        if tensor.is_meta:
+            continue
         try:
             storage = tensor.untyped_storage()
         except NO_STORAGE:

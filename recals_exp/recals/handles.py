@@ -104,8 +104,10 @@ class Handle:
 
     def _modified(self) -> RuntimeError:
         alias, geometry = self.alias, self.geometry
-        kind, size = (alias.type(), alias.shape) if geometry is None else (str(geometry.dtype), geometry.size)
-        return modified(kind, size, alias._version, self.version)
+        if geometry is None:
+            return modified(alias.type(), alias.shape, alias._version, self.version)
+        kind = torch.empty(0, dtype=geometry.dtype, device=alias.device).type()
+        return modified(kind, geometry.size, alias._version, self.version)
 
     @never_compiled
     def __del__(self) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity.harness import Call, Case, check
+from parity.harness import Call, Case, check, plain
 from recals.scenarios import Stories, grads, leaf, parameter_grads, told
 from torch import Tensor, nn
+
+from recals_exp.recals import recals_with_rngs
 
 stories = Stories()
 
@@ -408,3 +410,25 @@ def statistics_moved_outside_of_any_call(call: Call) -> Any:
 @pytest.mark.parametrize("case", hidden, ids=str)
 def test_edits_behind_the_guard(case: Case) -> None:
     check(case, "fifo", "smallest")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_what_was_modified_is_named_as_plainly(dtype: torch.dtype) -> None:
+    """For a value that was dropped, too."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp()
+        edited.append(y)
+        return y.sin().exp().cos().sin()
+
+    edited: list[Tensor] = []
+    named = []
+    recals = recals_with_rngs(3 * dtype.itemsize, policy="fifo", audit="off")
+    for call in (plain, recals):
+        out = call(fn, torch.ones(3, dtype=dtype, requires_grad=True))
+        edited.pop().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            out.sum().backward(torch.ones((), dtype=dtype))
+        named.append(str(raised.value).partition("inplace operation: [")[2].partition("]")[0])
+    assert named[0] == named[1] != ""
+    assert recals.stats.dropped_values > 0

@@ -120,6 +120,19 @@ def test_plain_parity(case: Case, policy: str, budget: str) -> None:
     check(case, policy, budget)
 
 
+@pytest.mark.parametrize("limit", [None, 12])
+def test_meta_tensors_made_inside_of_an_audited_call(limit: int | None) -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.device("meta"):
+            scale = torch.zeros(3).exp()
+        return (scale * x.sin().exp().to("meta")).sin().exp() + torch.ones(3, device="meta")
+
+    recals = recals_with_rngs(limit, audit="first")
+    out = recals(fn, leaf(3))
+    assert out.is_meta
+    assert out.shape == fn(leaf(3)).shape
+
+
 @pytest.mark.parametrize("limit", [None, 256])
 def test_meta_tensors(limit: int | None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).to("meta")
