@@ -17,6 +17,7 @@ from torch._C import DisableTorchFunction
 
 from .ambient import PLAIN_KEYS, never_compiled, share_version, would_be_seen_unary
 from .ops import Ref
+from .storages import version_of
 from .tape import Source, TensorValue
 
 if TYPE_CHECKING:
@@ -50,10 +51,7 @@ class LeafHandle:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        try:
-            self.version = tensor._version
-        except RuntimeError:  # of inference mode, which counts nothing
-            self.version = 0
+        self.version = version_of(tensor) or 0
 
     def unpack(self) -> Tensor:
         tensor = self.tensor

@@ -75,7 +75,6 @@ class Recorder(RecorderMode):
         self._overwritten: dict[int, Source] = {}  # id of a storage that it writes -> the memory a replay has instead
         self._unwatched: list[tuple[Source, Tensor]] = []  # leaves that it is the first to read
         self.saver = Saver(owner, session, self.storages)
-        self._saved_blanks = self.saver.blanks
 
     # -- ops ----------------------------------------------------------------------------------------------------
 
@@ -272,7 +271,7 @@ class Recorder(RecorderMode):
         registry[key] = TensorValue(op, 0, storage.nbytes(), session.pin(storage, key), 0, count)
         if self.cache.trace is not None:
             self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
-        if self._saved_blanks:
+        if self.saver.blanks:
             self.saver.settle()
 
     def _results(self, op: TensorOp, outs: Sequence[Tensor], made: bool = False) -> None:
@@ -310,7 +309,7 @@ class Recorder(RecorderMode):
                 op.seq = next(self._sequence)
             if self.cache.trace is not None:
                 self.cache.trace.append(("op", op, layer_name(modules_in_flight())))
-        if self._saved_blanks:
+        if self.saver.blanks:
             self.saver.settle()
 
     def _peculiar(

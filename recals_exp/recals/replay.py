@@ -95,14 +95,15 @@ class Replayer:
             torch._C._set_grad_enabled(op.grad_mode)  # ``neutral`` puts it back
         args = [_bound(arg, storages) for arg in op.args]
         kwargs = {name: _bound(arg, storages) for name, arg in op.kwargs.items()} if op.kwargs else {}
+        run = op.func._op if kwargs or op.is_complex else op.facts.run
         if op.rng is None and not op.is_complex:
-            out = op.func._op(*args, **kwargs) if kwargs else op.facts.run(*args)
+            out = run(*args, **kwargs)
         else:
             with (
                 op.rng.restored() if op.rng else nullcontext(),
                 lazy_bits_resolved() if op.is_complex else nullcontext(),
             ):
-                out = op.func._op(*args, **kwargs) if kwargs or op.is_complex else op.facts.run(*args)
+                out = run(*args, **kwargs)
         if op.facts.has_flops:
             self.flops += op.flops()
         outs = flat_tensors(out)

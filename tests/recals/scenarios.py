@@ -93,6 +93,14 @@ def collector_off() -> Iterator[None]:
 # -- small parts of stories --------------------------------------------------------------------------------------------
 
 
+def views_and_norms(x: Tensor, weight: Tensor) -> Tensor:
+    """Of two 4 x 4 tensors; TorchScript can compile it."""
+    for _ in range(4):
+        x = torch.tanh(x @ weight.t()).view(2, 8).transpose(0, 1).reshape(4, 4)
+        x = torch.nn.functional.layer_norm(x, (4,)) + 0.5
+    return x
+
+
 def leaf(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A fresh random tensor that requires a gradient."""
     return torch.randn(*size, dtype=dtype).requires_grad_()

@@ -407,9 +407,8 @@ def _stays_flat(name: str, policy: str, steps: int) -> None:
         )
         assert more_objects - plain_objects < 2 * steps, f"{more_objects} objects more after {steps} steps"
     assert (recals.stats.dropped_values > 0) == (name not in NOTHING_TO_DROP)
-    leaf(
-        1
-    ).sum().backward()  # autograd keeps the nodes that a failed backward had ready until the next one, plainly too
+    # Autograd keeps the nodes that a failed backward had ready until the next one, plainly too.
+    leaf(1).sum().backward()
     assert recals.stats.cached_bytes == 0
     assert recals.registry == {}
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..planning.plan import Plan, Step
 
 _LOCKS: dict[int, threading.Lock] = {}  # by process: a fork must not wait for a thread that it does not have
-_threads: set[threading.Thread] = set()  # that plan
+_THREAD = "recals-planner"
 _ending = threading.Event()
 _SMALL_OPS = 64  # up to here a plan is made sooner than a process starts
 _FULL_EFFORT_OPS = 400
@@ -158,7 +158,7 @@ class Planned(StepPolicy):
         if self._waits:
             self._plan(kind, record, room)
         else:
-            _start(self._plan, kind, record, room)
+            threading.Thread(target=self._plan, args=(kind, record, room), name=_THREAD, daemon=True).start()
 
     def _record(self, trace: Trace) -> TapeRecord | None:
         from ..profiling import record_of
@@ -342,27 +342,12 @@ class Planned(StepPolicy):
             self._values.pop(known[0], None)
 
 
-def _start(plan: Callable[..., None], *args: Any) -> None:
-    """Plan in a thread. The interpreter waits for it when it ends: C++ code that comes back to none aborts the process."""
-
-    def run() -> None:
-        try:
-            plan(*args)
-        finally:
-            _threads.discard(thread)
-
-    thread = threading.Thread(target=run, name="recals-planner", daemon=True)
-    if not _threads:
-        atexit.unregister(_end)
-        atexit.register(_end)
-    _threads.add(thread)
-    thread.start()
-
-
+@atexit.register
 def _end() -> None:
+    """Wait for the threads that plan: C++ code that comes back to an interpreter that has ended aborts the process."""
     _ending.set()
-    for thread in list(_threads):
-        while thread.is_alive():
+    for thread in threading.enumerate():
+        while thread.name == _THREAD and thread.is_alive():
             stop_processes()  # one may have been about to start
             thread.join(0.05)
 
