@@ -29,8 +29,9 @@ CLOSE_POINTS = 3.0
 CLOSE_SHARE = 0.05
 PEAK_BUDGETS = (0.125, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 0.95)
 SAMPLES = {"gpt": 1}
-MEASURING_S = 120.0
-"""Of costs: twice what a run takes for it; on a noisy machine recording, a few percent of a step, takes that to be known."""
+MEASURING_S = 240.0
+"""Of costs: four times what a run takes for it. On a noisy machine recording, a few percent of a step, is known to about a point in
+one minute, and each difference shown here is of two such figures."""
 
 
 def plans_of(profile: Profile, limits: list[int], effort: float) -> dict[int, StepPlan]:
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="*", choices=NETWORKS)
     parser.add_argument("--policies", nargs="*", default=["planned"])
     parser.add_argument("--budgets", nargs="+", type=float)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--effort", type=float, default=0.25)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

@@ -52,9 +52,10 @@ T = TypeVar("T")
 _NO_LIMIT = 1 << 62
 
 COSTS = ("model", "measured")
-LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 ENOUGH_S = 60.0
-"""A round is six steps: two recorded ones, one whose ops are timed, and a plain one after each."""
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+"""A round is six steps: two recorded ones, one whose ops are timed, and a plain one after each. The most is for `ENOUGH_S`; with more
+time come more rounds."""
 
 
 def with_measured_costs(
@@ -73,7 +74,8 @@ def with_measured_costs(
         run: one whole step; it calls ``wrap(model)`` where it would call the model, once.
         device: where the step runs.
         reset: puts the state back that ``run`` starts from; called before each step.
-        enough_s: after so many seconds of the clock no further round begins, unless too few were taken.
+        enough_s: after so many seconds of the clock, or fifty rounds for each minute of them, no further round begins, unless too few
+            were taken.
 
     Raises:
         RecordError: a timed step ran other ops than the recorded one (rule 2).
@@ -98,8 +100,9 @@ def with_measured_costs(
     for engine in engines:  # to warm up
         _between_collections(partial(engine.step, run, device), reset)
     plain_step()
+    most_rounds = max(MOST_ROUNDS, MOST_ROUNDS * enough_s / ENOUGH_S)
     begin = time.perf_counter()
-    while len(timed) < LEAST_ROUNDS or (len(timed) < MOST_ROUNDS and time.perf_counter() - begin < enough_s):
+    while len(timed) < LEAST_ROUNDS or (len(timed) < most_rounds and time.perf_counter() - begin < enough_s):
         take(partial(recorder.step, run, device), recorded)
         take(partial(watched[len(timed) % PART].step, run, device), timed)
         take(partial(recorder.step, run, device), recorded)
