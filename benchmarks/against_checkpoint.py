@@ -224,8 +224,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
-        "| network | checkpointed | peak MiB | its overhead, median [95 %] | planned: peak MiB | most cached | overhead | predicted | "
-        "checkpoint / planned |\n|---|---|---|---|---|---|---|---|---|"
+        "| network | checkpointed | peak MiB | its overhead, median [95 %] | planned: peak MiB | most cached | overhead | "
+        "re-runs, predicted | checkpoint / planned |\n|---|---|---|---|---|---|---|---|---|"
     )
     for name in args.networks:
         compare(name, args.rounds, args.effort, args.costs)
