@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a full collection, of which a run makes a dozen, need not look at them for 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -138,6 +138,23 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_the_program_froze_stays_frozen(by_program: bool) -> None:
+    was_frozen = gc.get_freeze_count() > 0  # by these tests' own setup
+    gc.unfreeze()
+    try:
+        if by_program:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        with steady_process():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
+
+
 def test_no_pairs_are_refused() -> None:
     step, batch = tiny_step()
     with pytest.raises(ValueError, match="at least one pair; got timing_pairs=0"):

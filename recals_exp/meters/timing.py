@@ -8,7 +8,8 @@ Rules the code follows:
 
 1. Nothing is switched on during a timed step: no profiler, no counter, no hooks.
 2. The garbage collector runs between steps, never within one. What is alive when the timing starts is frozen
-   (`gc.freeze`), so that a collection costs little and looks only at what the steps made.
+   (`gc.freeze`), so that a collection costs little and looks only at what the steps made. A program that has frozen objects
+   itself keeps them so: unfreezing would free them all, and no others are frozen.
 3. Every timed step starts from the same state and batch, so in a pair both must give the same loss bits. That is
    checked.
 4. The interval is that of the median itself, from order statistics (binomial with p = 1/2): no distribution is
@@ -35,9 +36,10 @@ from recals_exp.records import PhaseTimes, TimingRecord, expected_overhead_pct
 @contextmanager
 def steady_process() -> Iterator[Callable[[], None]]:
     """Automatic collection off, freed memory kept (rules 2 and 5); yields the function to call between steps."""
-    was_enabled = gc.isenabled()
+    was_enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     gc.disable()
 
     def collect() -> None:
@@ -47,7 +49,8 @@ def steady_process() -> Iterator[Callable[[], None]]:
         with freed_memory_kept():
             yield collect
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
