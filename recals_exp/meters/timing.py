@@ -8,8 +8,8 @@ Rules the code follows:
 
 1. Nothing is switched on during a timed step: no profiler, no counter, no hooks.
 2. The garbage collector runs between steps, never within one. What is alive when the timing starts is frozen
-   (`gc.freeze`), so that a collection costs little and looks only at what the steps made. A program that has frozen objects
-   itself keeps them so: unfreezing would free them all, and no others are frozen.
+   (`gc.freeze`), so that a collection costs little and looks only at what the steps made. Where the program has
+   frozen objects itself, nothing more is: `gc.unfreeze` would thaw the program's, too.
 3. Every timed step starts from the same state and batch, so in a pair both must give the same loss bits. That is
    checked.
 4. The interval is that of the median itself, from order statistics (binomial with p = 1/2): no distribution is

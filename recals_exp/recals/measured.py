@@ -74,8 +74,7 @@ def with_measured_costs(
         run: one whole step; it calls ``wrap(model)`` where it would call the model, once.
         device: where the step runs.
         reset: puts the state back that ``run`` starts from; called before each step.
-        enough_s: after so many seconds of the clock, or fifty rounds for each minute of them, no further round begins, unless too few
-            were taken.
+        enough_s: after so many seconds of the clock, or `MOST_ROUNDS`, no further round begins, unless too few were taken.
 
     Raises:
         RecordError: a timed step ran other ops than the recorded one (rule 2).
