@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recals_exp.recals import Recals, recals_with_rngs
+from recals_exp.recals import Recals, measured, recals_with_rngs
 from recals_exp.recals.bare_step import Wrap
 from recals_exp.recals.measured import Beside, StepTimes, TimedStep, _evaluated, steadier_half
 from recals_exp.recals.prediction import profile_run
@@ -42,6 +42,22 @@ def test_no_garbage_is_collected_within_a_step_and_the_collector_comes_back() ->
     assert gc.isenabled()
     assert seen.count(False) > 40
     assert all(seen[: seen.index(False)])  # what is not timed is left as it is
+
+
+@pytest.mark.parametrize(("enough_s", "rounds"), [(30.0, 6), (60.0, 6), (150.0, 15)])
+def test_more_time_brings_more_rounds(enough_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "MOST_ROUNDS", 6)
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    losses: list[Tensor] = []
+
+    def run(wrap: Wrap) -> None:
+        losses.append(wrap(net)(x).sum())
+        losses[-1].backward()
+
+    cpu = torch.device("cpu")
+    profile_run(recals_with_rngs(-1), run, cpu, 0, reset=net.zero_grad, costs="measured", enough_s=enough_s)
+    untimed = 1 + (1 + PART) + 1  # recorded, to warm up, the first plain one
+    assert len(losses) == untimed + 6 * rounds
 
 
 # -- the stopwatch -----------------------------------------------------------------------------------------------------
